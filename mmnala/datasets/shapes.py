@@ -1,0 +1,535 @@
+"""The shapes data set: a small scene-parsing task that is drawn, not downloaded.
+
+Walls of brick, windows, posters, balls and stars lie over each other on varied grounds. Every
+class draws its colours from one distribution, so colour says nothing about the class. Instead,
+
+* a striped and a spotted ball differ in texture alone;
+* a star wears the stripes or the spots of the balls, and differs from them in shape alone;
+* a window and a poster are the same quad: it is a window where it sits in a wall.
+
+Image ``i`` depends on ``(seed, split, i, size)`` and on nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import cv2
+import numpy as np
+
+CLASSES = ('background', 'wall', 'window', 'poster', 'striped ball', 'spotted ball', 'star')
+PALETTE = (
+    (70, 70, 78), (189, 104, 78), (86, 180, 233), (240, 200, 60),
+    (0, 158, 115), (204, 102, 178), (232, 62, 62),
+)  # fmt: skip
+
+SPLITS = ('training', 'validation')
+_FILE_NAMES = {'training': 'ADE_train_{:08d}', 'validation': 'ADE_val_{:08d}'}
+_MARKER = 'meta.json'
+
+_BACKGROUND, _WALL, _WINDOW, _POSTER, _STRIPED, _SPOTTED, _STAR = range(len(CLASSES))
+_MIN_VISIBLE = 0.4
+_PLACEMENT_TRIES = 30
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One object, or one crowd of small ones, of class ``CLASSES[label]``.
+
+    ``mask`` is its visible part, (size, size) bool, and never empty.
+    """
+
+    label: int
+    iscrowd: bool
+    mask: np.ndarray
+
+
+@dataclass(frozen=True)
+class Scene:
+    """An image with its truth.
+
+    ``image`` is (size, size, 3) uint8 RGB, ``semantic`` (size, size) uint8 indices into
+    ``CLASSES``. The instances' masks do not overlap; what they leave is background.
+    """
+
+    image: np.ndarray
+    semantic: np.ndarray
+    instances: tuple[Instance, ...]
+    jpeg_quality: int
+
+
+@dataclass(frozen=True)
+class _Sprite:
+    """One painted thing; lengths in pixels, angle in radians, colours RGB in 0..1."""
+
+    label: int
+    texture: str
+    x: float
+    y: float
+    half_width: float
+    half_height: float
+    angle: float
+    pitch: float
+    colours: tuple[np.ndarray, np.ndarray]
+
+    def local(self, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        cos, sin = np.float32(np.cos(self.angle)), np.float32(np.sin(self.angle))
+        dx, dy = x - np.float32(self.x), y - np.float32(self.y)
+        return cos * dx + sin * dy, cos * dy - sin * dx
+
+
+def _colour_pair(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Two colours of clearly different lightness, so that a texture of them can be seen."""
+    while True:
+        hsv = rng.uniform((0, 0.1, 0.3), (360, 0.75, 1.0), (1, 2, 3)).astype(np.float32)
+        first, second = cv2.cvtColor(hsv, cv2.COLOR_HSV2RGB)[0]
+        if abs(first.mean() - second.mean()) > 0.2:
+            return first, second
+
+
+def _distance(sprite: _Sprite, u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """Signed distance in pixels from the outline, negative inside."""
+    width, height = np.float32(sprite.half_width), np.float32(sprite.half_height)
+    if sprite.label in (_STRIPED, _SPOTTED):
+        return np.hypot(u, v) - width
+    if sprite.label == _STAR:
+        # Folding the plane into a tenth of the star leaves one straight edge, from tip to notch.
+        sector = np.float32(np.pi / 5)
+        theta = np.abs((np.arctan2(v, u) + sector) % (2 * sector) - sector)
+        radius = np.hypot(u, v)
+        tip, notch = width, width * np.float32(0.52)
+        edge_x, edge_y = notch * np.cos(sector) - tip, notch * np.sin(sector)
+        along_x, along_y = radius * np.cos(theta) - tip, radius * np.sin(theta)
+        return (edge_x * along_y - edge_y * along_x) / -np.hypot(edge_x, edge_y)
+    over_u, over_v = np.abs(u) - width, np.abs(v) - height
+    outside = np.hypot(np.maximum(over_u, 0), np.maximum(over_v, 0))
+    return outside + np.minimum(np.maximum(over_u, over_v), 0)
+
+
+def _cover(distance: np.ndarray) -> np.ndarray:
+    """The share of a pixel inside the outline that runs at ``distance`` from its centre."""
+    return np.clip(0.5 - distance, 0, 1)
+
+
+def _pattern(sprite: _Sprite, u: np.ndarray, v: np.ndarray) -> np.ndarray:
+    """How much of the second colour each pixel has, 0..1."""
+    pitch = np.float32(sprite.pitch)
+    if sprite.texture == 'stripes':
+        return _cover(-np.sin(u * (2 * np.pi / pitch)) * pitch / (2 * np.pi))
+    row = np.floor(v / pitch)
+    dv = v - (row + 0.5) * pitch
+    if sprite.texture == 'spots':
+        du = (u + (row % 2) * pitch / 2) % pitch - pitch / 2
+        return _cover(np.hypot(du, dv) - 0.32 * pitch)
+    if sprite.texture == 'bricks':
+        length = 2 * pitch
+        du = (u + (row % 2) * pitch) % length - pitch
+        joint = np.minimum(pitch - np.abs(du), pitch / 2 - np.abs(dv))
+        return _cover(joint - 0.12 * pitch)
+    bar = np.float32(0.16 * min(sprite.half_width, sprite.half_height))
+    from_bar = np.minimum(np.abs(u), np.abs(v)) - bar / 2
+    from_rim = np.minimum(sprite.half_width - np.abs(u), sprite.half_height - np.abs(v)) - bar
+    return _cover(np.minimum(from_bar, from_rim))
+
+
+def _shade(sprite: _Sprite, u: np.ndarray, v: np.ndarray, light: np.ndarray) -> np.ndarray:
+    """Brightness of the surface, about 1; ``light`` is the unit vector towards the light."""
+    cos, sin = np.cos(sprite.angle), np.sin(sprite.angle)
+    light_u, light_v = cos * light[0] + sin * light[1], cos * light[1] - sin * light[0]
+    across = (u * np.float32(light_u) + v * np.float32(light_v)) / np.float32(sprite.half_width)
+    if sprite.label in (_STRIPED, _SPOTTED):
+        radial = (u * u + v * v) / np.float32(sprite.half_width**2)
+        return 0.7 + 0.35 * across + 0.35 * np.sqrt(np.clip(1 - radial, 0, 1))
+    if sprite.label == _STAR:
+        facet = np.sign(np.sin(5 * np.arctan2(v, u)))
+        return 1 + 0.09 * facet + 0.1 * across
+    return 1 + 0.08 * across
+
+
+class _Painter:
+    """A picture being painted back to front, and which object each of its pixels shows."""
+
+    def __init__(self, rng: np.random.Generator, size: int) -> None:
+        self.rng = rng
+        self.size = size
+        axis = np.arange(size, dtype=np.float32) + np.float32(0.5)
+        self.x, self.y = np.meshgrid(axis, axis)
+        angle = rng.uniform(0, 2 * np.pi)
+        self.light = np.array((np.cos(angle), np.sin(angle)), np.float32)
+        self.image = self._ground()
+        self.owner = np.zeros((size, size), np.int64)
+        self.labels = [_BACKGROUND]
+        self.crowds = [False]
+        self.full_areas = [size * size]
+        self.wall: _Sprite | None = None
+
+    def _noise(self, cells: int) -> np.ndarray:
+        coarse = self.rng.uniform(0, 1, (cells, cells)).astype(np.float32)
+        return cv2.resize(coarse, (self.size, self.size), interpolation=cv2.INTER_CUBIC)
+
+    def _ground(self) -> np.ndarray:
+        rng, size = self.rng, self.size
+        first, second = _colour_pair(rng)
+        angle = rng.uniform(0, 2 * np.pi)
+        across = np.cos(angle) * (self.x / size - 0.5) + np.sin(angle) * (self.y / size - 0.5)
+        mix = 0.5 + rng.uniform(0, 0.7) * across + 0.7 * (self._noise(rng.integers(3, 9)) - 0.5)
+        texture = rng.choice(('plain', 'grain', 'waves', 'checks'))
+        period = rng.uniform(0.08, 0.3)
+        strength = rng.uniform(0.1, 0.25)
+        if texture == 'grain':
+            mix = mix + strength * (self._noise(max(size // 3, 4)) - 0.5) * 2
+        elif texture == 'waves':
+            bend = 0.15 * self._noise(4)
+            mix = mix + strength * np.sin((across + bend) * 2 * np.pi / period)
+        elif texture == 'checks':
+            along = np.cos(angle) * self.y / size - np.sin(angle) * self.x / size
+            checks = np.sin(across * np.pi / period) * np.sin(along * np.pi / period)
+            mix = mix + strength * np.clip(checks * period * size / 3, -1, 1)
+        mix = np.clip(mix, 0, 1)[..., None].astype(np.float32)
+        return first * (1 - mix) + second * mix
+
+    def _sprite(self, label: int, extent: float, x: float, y: float, angle: float) -> _Sprite:
+        """A thing of class ``label`` whose larger side is ``extent``, the rest drawn at random."""
+        rng = self.rng
+        half = extent / 2
+        half_height = half
+        pitch = max(rng.uniform(0.22, 0.34) * extent, 4.0)
+        if label == _WALL:
+            texture, half_height = 'bricks', half * rng.uniform(0.75, 1)
+            pitch = max(rng.uniform(0.055, 0.08) * self.size, 3.0)
+        elif label in (_WINDOW, _POSTER):
+            texture, half_height = 'panes', half * rng.uniform(0.75, 1)
+        elif label == _STAR:
+            texture = str(rng.choice(('stripes', 'spots')))
+        else:
+            texture = 'stripes' if label == _STRIPED else 'spots'
+        return _Sprite(label, texture, x, y, half, half_height, angle, pitch, _colour_pair(rng))
+
+    def _window(self, sprite: _Sprite, margin: float) -> tuple[slice, slice]:
+        """Rows and columns of the picture that hold the sprite and a margin about it."""
+        reach = np.hypot(sprite.half_width, sprite.half_height) + margin
+
+        def around(centre: float) -> slice:
+            first, last = np.clip((centre - reach, centre + reach + 1), 0, self.size).astype(int)
+            return slice(first, last)
+
+        return around(sprite.y), around(sprite.x)
+
+    def _inside(self, sprite: _Sprite) -> np.ndarray:
+        mask = np.zeros((self.size, self.size), bool)
+        at = self._window(sprite, 1)
+        mask[at] = _distance(sprite, *sprite.local(self.x[at], self.y[at])) < 0
+        return mask
+
+    def _fits(self, mask: np.ndarray) -> bool:
+        """Whether painting ``mask`` leaves enough to see of it and of every object under it."""
+        if not mask.any():
+            return False
+        left = np.bincount(self.owner[~mask], minlength=len(self.labels))
+        return bool((left >= _MIN_VISIBLE * np.array(self.full_areas))[1:].all())
+
+    def _paint(self, sprite: _Sprite) -> None:
+        reach = np.float32(0.03 * self.size)
+        at = self._window(sprite, 2 * reach)
+        x, y = self.x[at], self.y[at]
+        shifted = sprite.local(x + reach * self.light[0] / 2, y + reach * self.light[1] / 2)
+        shadow = 0.45 * np.clip(0.5 - _distance(sprite, *shifted) / reach, 0, 1)[..., None]
+        u, v = sprite.local(x, y)
+        cover = _cover(_distance(sprite, u, v))[..., None]
+        mix = _pattern(sprite, u, v)[..., None]
+        first, second = sprite.colours
+        surface = first * (1 - mix) + second * mix
+        surface = surface * _shade(sprite, u, v, self.light)[..., None]
+        self.image[at] = self.image[at] * (1 - shadow) * (1 - cover) + surface * cover
+
+    def _add(self, label: int, sprites: list[_Sprite], iscrowd: bool = False) -> bool:
+        """Paint the sprites as one object if they fit; whether they did."""
+        mask = np.logical_or.reduce([self._inside(sprite) for sprite in sprites])
+        if not self._fits(mask):
+            return False
+        if label == _POSTER and self.wall and (mask & self._inside(self.wall)).any():
+            return False
+        if label == _WINDOW and (np.array(self.labels)[self.owner[mask]] != _WALL).any():
+            return False
+        for sprite in sprites:
+            self._paint(sprite)
+        self.owner[mask] = len(self.labels)
+        self.labels.append(label)
+        self.crowds.append(iscrowd)
+        self.full_areas.append(int(mask.sum()))
+        return True
+
+    def add_wall(self) -> None:
+        rng, size = self.rng, self.size
+        x, y = rng.uniform(0.2, 0.8, 2) * size
+        self.wall = self._sprite(_WALL, rng.uniform(0.55, 0.8) * size, x, y, self._upright())
+        self._add(_WALL, [self.wall])
+
+    def add_window(self) -> None:
+        """Add a window wholly inside the wall, brick all around it."""
+        assert self.wall is not None
+        rng, wall = self.rng, self.wall
+        for _ in range(_PLACEMENT_TRIES):
+            window = self._sprite(_WINDOW, self._quad_extent(), 0, 0, wall.angle)
+            free = np.array((wall.half_width, wall.half_height)) - 0.04 * self.size
+            free -= (window.half_width, window.half_height)
+            if (free < 0).any():
+                continue
+            u, v = rng.uniform(-free, free)
+            cos, sin = np.cos(wall.angle), np.sin(wall.angle)
+            moved = {'x': wall.x + cos * u - sin * v, 'y': wall.y + sin * u + cos * v}
+            if not all(0 < at < self.size for at in moved.values()):
+                continue
+            if self._add(_WINDOW, [replace(window, **moved)]):
+                return
+
+    def add_object(self, label: int) -> None:
+        rng, size = self.rng, self.size
+        for _ in range(_PLACEMENT_TRIES):
+            x, y = rng.uniform(0.08, 0.92, 2) * size
+            if label == _POSTER:
+                extent, angle = self._quad_extent(), self._upright()
+            else:
+                extent, angle = rng.uniform(0.14, 0.45) * size, rng.uniform(0, 2 * np.pi)
+                if label == _STAR:
+                    extent *= 1.3  # a star covers less than half of its circle
+            if self._add(label, [self._sprite(label, extent, x, y, angle)]):
+                return
+
+    def add_crowd(self, label: int) -> None:
+        """Add a pile of small things, too entangled to be told apart."""
+        rng, size = self.rng, self.size
+        for _ in range(_PLACEMENT_TRIES):
+            centre = rng.uniform(0.15, 0.85, 2)
+            sprites = []
+            for _ in range(rng.integers(8, 15)):
+                x, y = (centre + rng.normal(0, 0.07, 2)) * size
+                extent = rng.uniform(0.11, 0.16) * size
+                sprites.append(self._sprite(label, extent, x, y, rng.uniform(0, 2 * np.pi)))
+            if self._add(label, sprites, iscrowd=True):
+                return
+
+    def _upright(self) -> float:
+        return self.rng.uniform(-0.35, 0.35)
+
+    def _quad_extent(self) -> float:
+        return self.rng.uniform(0.18, 0.38) * self.size
+
+    def photograph(self) -> np.ndarray:
+        """The finished picture through an imperfect lens: light falling off, blur and noise."""
+        rng, size = self.rng, self.size
+        slope = (self.x / size - 0.5) * self.light[0] + (self.y / size - 0.5) * self.light[1]
+        image = self.image * (1 + rng.uniform(0, 0.5) * slope[..., None])
+        image = cv2.GaussianBlur(image, (0, 0), rng.uniform(0.2, 0.8) * max(size / 160, 0.5))
+        image = image + rng.normal(0, rng.uniform(0.005, 0.03), image.shape)
+        return (np.clip(image, 0, 1) * 255).round().astype(np.uint8)
+
+
+def draw_scene(seed: int, split: str, index: int, size: int) -> Scene:
+    """Draw image ``index`` (from 0) of a split; the same arguments give the same scene."""
+    rng = np.random.default_rng((seed, SPLITS.index(split), index))
+    painter = _Painter(rng, size)
+    remaining = int(rng.integers(4, 10))
+    if rng.random() < 0.7:
+        painter.add_wall()
+        windows = int(rng.integers(1, 4))
+        for _ in range(windows):
+            painter.add_window()
+        remaining -= 1 + windows
+    crowd = rng.random() < 0.25
+    for label in rng.choice((_POSTER, _STRIPED, _SPOTTED, _STAR), max(remaining, 2)).tolist():
+        if crowd and label != _POSTER:
+            painter.add_crowd(label)
+            crowd = False
+        else:
+            painter.add_object(label)
+    labels = np.array(painter.labels, np.uint8)
+    instances = tuple(
+        Instance(painter.labels[number], painter.crowds[number], painter.owner == number)
+        for number in range(1, len(labels))
+    )
+    return Scene(painter.photograph(), labels[painter.owner], instances, int(rng.integers(75, 96)))
+
+
+def _polygons(mask: np.ndarray, left: int, top: int) -> list[list[float]]:
+    """Outlines of a mask's pieces, as COCO's flat lists of x, y in pixels.
+
+    ``left`` and ``top`` say where in the image the mask lies. It is enlarged fourfold, so that
+    the outline runs between the centres of the pixels inside and outside, and not through them.
+    """
+    scale = 4
+    enlarged = np.kron(mask.astype(np.uint8), np.ones((scale, scale), np.uint8))
+    outlines, _ = cv2.findContours(enlarged, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_NONE)
+    polygons = []
+    for outline in outlines:
+        corners = cv2.approxPolyDP(outline, 0.4 * scale, closed=True)[:, 0]
+        corners = (corners + 0.5) / scale + (left, top)
+        polygons.append(corners.ravel().round(2).tolist())
+    return polygons
+
+
+def _run_lengths(mask: np.ndarray) -> dict:
+    """COCO's uncompressed run-length code: columns first, starting with a run of zeros."""
+    flat = np.concatenate(([False], mask.ravel(order='F')))
+    changes = np.flatnonzero(flat[1:] != flat[:-1])
+    counts = np.diff(np.concatenate(([0], changes, [mask.size])))
+    return {'size': list(mask.shape), 'counts': counts.tolist()}
+
+
+def _has_hole(mask: np.ndarray) -> bool:
+    """Whether the mask encloses pixels that are not its own."""
+    pieces, _ = cv2.connectedComponents(1 - np.pad(mask, 1).astype(np.uint8), connectivity=4)
+    return pieces > 2
+
+
+def _coco_annotation(instance: Instance) -> dict:
+    """One entry of COCO's ``annotations``, of the visible part, without its two ids.
+
+    Crowds, and masks with holes (which polygons cannot tell), are run-length coded.
+    """
+    mask = instance.mask
+    rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
+    (left, right), (top, bottom) = columns[[0, -1]].tolist(), rows[[0, -1]].tolist()
+    visible = mask[top : bottom + 1, left : right + 1]
+    run_lengths = instance.iscrowd or _has_hole(visible)
+    return {
+        'category_id': instance.label,
+        'iscrowd': int(instance.iscrowd),
+        'area': float(mask.sum()),
+        'bbox': [float(left), float(top), float(right + 1 - left), float(bottom + 1 - top)],
+        'segmentation': _run_lengths(mask) if run_lengths else _polygons(visible, left, top),
+    }
+
+
+def _write_image(path: Path, image: np.ndarray, *options: int) -> None:
+    written, data = cv2.imencode(path.suffix, image, options)
+    assert written
+    path.write_bytes(data.tobytes())
+
+
+def _write_scene(root: Path, seed: int, split: str, index: int, size: int) -> list[dict]:
+    """Write image and semantic map; returns the scene's COCO annotations."""
+    scene = draw_scene(seed, split, index, size)
+    name = _FILE_NAMES[split].format(index + 1)
+    quality = (cv2.IMWRITE_JPEG_QUALITY, scene.jpeg_quality)
+    _write_image(root / 'images' / split / f'{name}.jpg', scene.image[..., ::-1], *quality)
+    # As in ADE20K, 0 would be "unlabelled" and the classes count from 1.
+    _write_image(root / 'annotations' / split / f'{name}.png', scene.semantic + 1)
+    return [_coco_annotation(instance) for instance in scene.instances]
+
+
+def _write_split(
+    root: Path,
+    seed: int,
+    split: str,
+    num_images: int,
+    size: int,
+    workers: int,
+    advance: Callable[[], None],
+) -> None:
+    """Write one split, calling ``advance`` after each image."""
+    for kind in ('images', 'annotations'):
+        (root / kind / split).mkdir(parents=True)
+    write = partial(_write_scene, root, seed, split, size=size)
+    annotations: list[dict] = []
+    with ThreadPoolExecutor(workers) as pool:
+        try:
+            for index, found in enumerate(pool.map(write, range(num_images))):
+                for annotation in found:
+                    ids = {'id': len(annotations) + 1, 'image_id': index + 1}
+                    annotations.append(ids | annotation)
+                advance()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    images = [
+        {
+            'id': index + 1,
+            'file_name': f'{_FILE_NAMES[split].format(index + 1)}.jpg',
+            'width': size,
+            'height': size,
+        }
+        for index in range(num_images)
+    ]
+    categories = [
+        {'id': label, 'name': name} for label, name in enumerate(CLASSES) if label != _BACKGROUND
+    ]
+    content = {'images': images, 'annotations': annotations, 'categories': categories}
+    (root / 'annotations' / f'instances_{split}.json').write_text(json.dumps(content))
+
+
+def _check_replaceable(out: Path) -> None:
+    """Raise unless ``out`` is a folder that this module wrote and nobody has added to."""
+    expected = {'images', 'annotations', _MARKER}
+    if not out.is_dir() or {entry.name for entry in out.iterdir()} != expected:
+        raise FileExistsError(
+            f'out={str(out)!r} is not a shapes data set (a folder of exactly '
+            f'{", ".join(sorted(expected))}), so it is not overwritten'
+        )
+
+
+def make_dataset(
+    out: str | os.PathLike,
+    num_train: int = 400,
+    num_val: int = 100,
+    size: int = 160,
+    seed: int = 0,
+    overwrite: bool = False,
+    workers: int = os.cpu_count() or 1,
+) -> None:
+    """Write the data set, in the layouts of ADE20K and of COCO at once, to the folder ``out``.
+
+    * ``images/{training,validation}/ADE_{train,val}_00000001.jpg``: (size, size) RGB.
+    * ``annotations/{training,validation}/*.png``: (size, size) uint8, where 1 is the first of
+      ``CLASSES`` and 0 (unlabelled) does not occur: read it with ``reduce_zero_label=True``.
+    * ``annotations/instances_{training,validation}.json``: COCO instances of the classes after
+      the background, whose category ids are their indices in ``CLASSES``.
+    * ``meta.json``: the arguments, classes and palette.
+
+    The folder appears when it is complete and not before. The same arguments give the same bytes,
+    whatever the number of ``workers`` (threads).
+
+    Raises:
+        ValueError: an argument is out of range.
+        FileExistsError: ``out`` exists and ``overwrite`` is not set, or it is not a shapes data
+            set and therefore not overwritten.
+    """
+    lowest = {'num_train': 1, 'num_val': 1, 'size': 32, 'seed': 0, 'workers': 1}
+    given = dict(num_train=num_train, num_val=num_val, size=size, seed=seed, workers=workers)
+    for name, value in given.items():
+        if value < lowest[name]:
+            raise ValueError(f'{name}={value} must be at least {lowest[name]}')
+    out = Path(out).resolve()
+    if out.exists():
+        if not overwrite:
+            raise FileExistsError(f'out={str(out)!r} already exists; overwrite replaces it')
+        _check_replaceable(out)
+
+    from rich.progress import Progress
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=out.parent, prefix=f'.{out.name}-') as temporary:
+        new, old = Path(temporary, 'new'), Path(temporary, 'old')
+        with Progress() as progress:
+            for split, num_images in zip(SPLITS, (num_train, num_val), strict=True):
+                task = progress.add_task(f'{split} images', total=num_images)
+                advance = partial(progress.advance, task)
+                _write_split(new, seed, split, num_images, size, workers, advance)
+        del given['workers']
+        meta = given | {'classes': CLASSES, 'palette': PALETTE}
+        (new / _MARKER).write_text(json.dumps(meta, indent=1) + '\n')
+        try:
+            if overwrite and out.exists():
+                out.rename(old)
+            new.rename(out)
+        except BaseException:
+            if old.exists() and not out.exists():
+                old.rename(out)
+            raise

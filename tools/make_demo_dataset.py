@@ -1,0 +1,32 @@
+"""Write the shapes data set: images with ADE20K's semantic maps and COCO's instances."""
+
+from __future__ import annotations
+
+import argparse
+
+from mmnala.datasets.shapes import make_dataset
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument('--out', required=True, help='folder to write; it must not exist yet')
+    parser.add_argument('--num-train', type=int, default=400, help='training images')
+    parser.add_argument('--num-val', type=int, default=100, help='validation images')
+    parser.add_argument(
+        '--size', type=int, default=160, help='side of the square images, in pixels'
+    )
+    parser.add_argument('--seed', type=int, default=0, help='another seed, other images')
+    parser.add_argument(
+        '--overwrite', action='store_true', help='replace the folder, if this command wrote it'
+    )
+    args = parser.parse_args()
+    try:
+        make_dataset(**vars(args))
+    except (ValueError, OSError) as error:
+        parser.exit(1, f'{parser.prog}: error: {error}\n')
+
+
+if __name__ == '__main__':
+    main()
