@@ -1,0 +1,17 @@
+"""NaLaFormer for OpenMMLab: ``custom_imports = dict(imports=['mmnala'])`` registers everything."""
+
+from importlib.util import find_spec
+
+from .version import __version__
+
+if find_spec('mmengine') is None:
+    raise ModuleNotFoundError(
+        'mmnala needs mmengine, which is not installed. Install one OpenMMLab family: '
+        "pip install 'mmnala[onedl]' (maintained continuation) or "
+        "pip install 'mmnala[openmmlab]' (original packages)",
+        name='mmengine',
+    )
+
+from .backbones import NaLaFormer  # noqa: E402
+
+__all__ = ['NaLaFormer', '__version__']

@@ -1,0 +1,3 @@
+from .nalaformer import NaLaFormer
+
+__all__ = ['NaLaFormer']

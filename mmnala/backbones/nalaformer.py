@@ -1,0 +1,449 @@
+"""NaLaFormer, a hierarchical backbone with norm-aware linear attention.
+
+"Norm x Direction: Restoring the Missing Query Norm in Vision Linear Attention", ICML 2026,
+arXiv 2506.21137. Computes what the public ImageNet release computes; new here are the ``cosine``
+feature map of the paper, the freedom to choose each stage's attention, and the interface of an
+OpenMMLab backbone. Feature maps travel as ``(B, H, W, C)`` between stem and output, so linear layers
+and norms need no layout change and convolutions see channels-last memory.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from mmengine.model import BaseModule
+from timm.layers import DropPath, trunc_normal_
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+from ..checkpoint import load_pretrained
+from ..ops import FEATURE_MAPS, apply_rotary, nala_attention, rotary_table
+from ..registry import build_norm, register_backbone
+
+Rotary = tuple[Tensor, Tensor]
+
+STAGE_ATTENTIONS = ('nala', 'softmax')
+
+ARCHS: dict[str, dict[str, Any]] = {
+    'xt': dict(
+        channels=(32, 64, 128, 384),
+        depths=(2, 2, 2, 2),
+        num_heads=(1, 2, 4, 12),
+        mlp_ratio=3.5,
+        layer_scale_init=1.0,
+        drop_path_rate=0.1,
+    ),
+    't': dict(
+        channels=(64, 128, 256, 512),
+        depths=(2, 2, 6, 2),
+        num_heads=(1, 2, 4, 8),
+        mlp_ratio=4.0,
+        layer_scale_init=1.0,
+        drop_path_rate=0.1,
+    ),
+    's': dict(
+        channels=(64, 128, 320, 512),
+        depths=(3, 5, 9, 3),
+        num_heads=(1, 2, 5, 8),
+        mlp_ratio=3.5,
+        layer_scale_init=1.0,
+        drop_path_rate=0.15,
+    ),
+    'b': dict(
+        channels=(96, 192, 384, 512),
+        depths=(4, 6, 12, 6),
+        num_heads=(1, 2, 6, 8),
+        mlp_ratio=4.0,
+        layer_scale_init=(1.0, 1.0, 1e-6, 1e-6),
+        drop_path_rate=0.4,
+    ),
+    'l': dict(
+        channels=(96, 192, 448, 640),
+        depths=(4, 7, 19, 8),
+        num_heads=(1, 2, 7, 10),
+        mlp_ratio=3.5,
+        layer_scale_init=1e-6,
+        drop_path_rate=0.55,
+    ),
+}
+ARCH_WORDS = {'xtiny': 'xt', 'tiny': 't', 'small': 's', 'base': 'b', 'large': 'l'}
+
+
+class Conv2dNHWC(nn.Conv2d):
+    """A convolution of ``(B, H, W, C)`` tensors; the layout change is free, only strides move."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 3, 1, 2)).permute(0, 2, 3, 1)
+
+
+def depthwise(channels: int, kernel_size: int) -> Conv2dNHWC:
+    return Conv2dNHWC(channels, channels, kernel_size, padding=kernel_size // 2, groups=channels)
+
+
+class Stem(nn.Module):
+    """Image ``(B, in_channels, H, W)`` to ``(B, C, ceil(H / 4), ceil(W / 4))``."""
+
+    def __init__(self, in_channels: int, channels: int, norm_cfg: dict) -> None:
+        super().__init__()
+        half = channels // 2
+        layers: list[nn.Module] = []
+        for c_in, c_out, stride in (
+            (in_channels, half, 2),
+            (half, half, 1),
+            (half, half, 1),
+            (half, channels, 2),
+        ):
+            layers += [
+                nn.Conv2d(c_in, c_out, 3, stride=stride, padding=1),
+                build_norm(norm_cfg, c_out),
+                nn.GELU(),
+            ]
+        self.proj = nn.Sequential(*layers[:-1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x)
+
+
+class Downsample(nn.Module):
+    """``(B, C, H, W)`` to ``(B, C', ceil(H / 2), ceil(W / 2))`` between two stages."""
+
+    def __init__(self, in_channels: int, out_channels: int, norm_cfg: dict) -> None:
+        super().__init__()
+        self.reduction = nn.Conv2d(in_channels, out_channels, 3, stride=2, padding=1)
+        self.norm = build_norm(norm_cfg, out_channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.reduction(x))
+
+
+class GatedAttention(nn.Module):
+    """Attention of either kind with a local enhancement of the values and an output gate."""
+
+    def __init__(self, channels: int, num_heads: int, attention: str, feature_map: str) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.attention = attention
+        self.feature_map = feature_map
+        self.qkvg = nn.Linear(channels, 4 * channels)
+        self.lepe = depthwise(channels, 5)
+        self.ln = nn.LayerNorm(channels)
+        self.out_proj = nn.Linear(channels, channels)
+
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+        """``(B, H, W, C)`` to the same shape; ``rotary`` as in :func:`~mmnala.ops.rotary_table`."""
+        query, key, value, gate = self.qkvg(x).chunk(4, dim=-1)
+        heads = self._attend(*(self._split_heads(t) for t in (query, key, value)), rotary)
+        merged = heads.transpose(1, 2).reshape(x.shape)
+        return self.out_proj(self.ln(merged + self.lepe(value)) * F.silu(gate))
+
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
+        if self.attention == 'nala':
+            return nala_attention(query, key, value, rotary, self.feature_map)
+        query, key = (apply_rotary(t, rotary).to(value.dtype) for t in (query, key))
+        return F.scaled_dot_product_attention(query, key, value)
+
+    def _split_heads(self, x: Tensor) -> Tensor:
+        """``(B, H, W, C)`` to ``(B, heads, H * W, C / heads)``."""
+        return x.flatten(1, 2).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """Two linear layers around a depthwise convolution with a shortcut."""
+
+    def __init__(self, channels: int, mlp_ratio: float) -> None:
+        super().__init__()
+        hidden = int(channels * mlp_ratio)
+        self.fc1 = nn.Linear(channels, hidden)
+        self.dwconv = depthwise(hidden, 3)
+        self.fc2 = nn.Linear(hidden, channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.fc1(x))
+        return self.fc2(x + self.dwconv(x))
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each after a depthwise positional convolution."""
+
+    def __init__(
+        self,
+        channels: int,
+        num_heads: int,
+        mlp_ratio: float,
+        attention: str,
+        feature_map: str,
+        drop_path: float,
+        layer_scale_init: float,
+    ) -> None:
+        super().__init__()
+        self.cpe1 = depthwise(channels, 3)
+        self.norm1 = nn.LayerNorm(channels, eps=1e-6)
+        self.attn = GatedAttention(channels, num_heads, attention, feature_map)
+        self.gamma_1 = nn.Parameter(torch.full((channels,), float(layer_scale_init)))
+        self.cpe2 = depthwise(channels, 3)
+        self.norm2 = nn.LayerNorm(channels, eps=1e-6)
+        self.ffn = FeedForward(channels, mlp_ratio)
+        self.gamma_2 = nn.Parameter(torch.full((channels,), float(layer_scale_init)))
+        self.drop_path = DropPath(drop_path)
+
+    def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
+        x = x + self.cpe1(x)
+        x = x + self.drop_path(self.gamma_1 * self.attn(self.norm1(x), rotary))
+        x = x + self.cpe2(x)
+        return x + self.drop_path(self.gamma_2 * self.ffn(self.norm2(x)))
+
+
+class Stage(nn.Module):
+    """Blocks at one resolution, and the downsampling to the next (absent after the last)."""
+
+    def __init__(self, blocks: list[Block], head_dim: int, downsample: nn.Module | None) -> None:
+        super().__init__()
+        self.head_dim = head_dim
+        self.blocks = nn.ModuleList(blocks)
+        self.downsample = downsample
+
+    def forward(self, x: Tensor, with_cp: bool = False) -> Tensor:
+        """``(B, C, H, W)`` to the same shape, before downsampling."""
+        rotary = rotary_table(*x.shape[-2:], self.head_dim, device=x.device)
+        x = x.permute(0, 2, 3, 1)
+        for block in self.blocks:
+            if with_cp and torch.is_grad_enabled():
+                x = checkpoint(block, x, rotary, use_reentrant=False)
+            else:
+                x = block(x, rotary)
+        return x.permute(0, 3, 1, 2)
+
+
+@register_backbone
+class NaLaFormer(BaseModule):
+    """NaLaFormer backbone (arXiv 2506.21137).
+
+    Args:
+        arch (str | dict): ``'xt'``, ``'t'``, ``'s'``, ``'b'``, ``'l'`` (or ``xtiny``, ``tiny``,
+            ``small``, ``base``, ``large``), or a dict of ``channels``, ``depths`` and ``num_heads``
+            (one integer a stage), ``mlp_ratio`` (or ``mlp_ratios``; one number, or one a stage)
+            and optionally ``layer_scale_init`` (likewise, default 1) and ``drop_path_rate``.
+        in_channels (int): Channels of the image. Defaults to 3.
+        out_indices (Sequence[int]): Stages to return, counted from 0; stages behind the last one are
+            not built. Defaults to (0, 1, 2, 3).
+        stage_attention (Sequence[str]): Each stage's attention, ``'nala'`` (linear) or
+            ``'softmax'``. Defaults to ('nala', 'nala', 'softmax', 'softmax').
+        feature_map (str): Feature map of the linear attention, ``'signed'`` (the release) or
+            ``'cosine'`` (the paper). Defaults to 'signed'.
+        drop_path_rate (float, optional): Stochastic depth of the last block, growing linearly from
+            0 at the first. None takes the variant's ImageNet value (0 for a dict without one).
+        norm_cfg (dict): Norm layer of stem and downsampling. Defaults to ``dict(type='BN')``.
+        norm_eval (bool): Keep batch norms in eval mode while training. Defaults to False.
+        frozen_stages (int): Freeze the stem (0) and so many stages with the downsampling behind
+            them (1 to 4); -1 freezes nothing. Defaults to -1.
+        out_norm (bool): Put a channel LayerNorm of its own on each returned stage. It is no part
+            of the ImageNet model, so it always starts fresh. Defaults to True.
+        with_cp (bool): Recompute each block in the backward pass to save memory. Defaults to False.
+        init_cfg (dict | list[dict], optional): As in mmengine. ``dict(type='Pretrained',
+            checkpoint=FILE_OR_URL, prefix='backbone.')`` reads this project's and the release's
+            checkpoints strictly, see :func:`~mmnala.checkpoint.load_pretrained`.
+
+    Attributes:
+        out_channels: On the class, the channels of each variant's four stages by name, e.g.
+            ``NaLaFormer.out_channels['t']``; on an instance, those of its returned stages.
+
+    Raises:
+        ValueError: If an argument has a value it does not allow.
+
+    Example:
+        >>> model = NaLaFormer('xt', out_indices=(2, 3)).eval()
+        >>> [tuple(x.shape) for x in model(torch.zeros(1, 3, 65, 64))]
+        [(1, 128, 5, 4), (1, 384, 3, 2)]
+    """
+
+    out_channels: Any = {
+        name: ARCHS[short]['channels']
+        for name, short in ({short: short for short in ARCHS} | ARCH_WORDS).items()
+    }
+
+    def __init__(
+        self,
+        arch: str | Mapping[str, Any] = 't',
+        in_channels: int = 3,
+        out_indices: Sequence[int] = (0, 1, 2, 3),
+        stage_attention: Sequence[str] = ('nala', 'nala', 'softmax', 'softmax'),
+        feature_map: str = 'signed',
+        drop_path_rate: float | None = None,
+        norm_cfg: Mapping[str, Any] = {'type': 'BN'},  # noqa: B006, read only
+        norm_eval: bool = False,
+        frozen_stages: int = -1,
+        out_norm: bool = True,
+        with_cp: bool = False,
+        init_cfg: dict | list[dict] | None = None,
+    ) -> None:
+        super().__init__(init_cfg=init_cfg)
+        settings = _arch_settings(arch)
+        channels, depths = settings['channels'], settings['depths']
+        num_stages = len(channels)
+        if drop_path_rate is None:
+            drop_path_rate = settings['drop_path_rate']
+        if not 0 <= drop_path_rate < 1:
+            raise ValueError(f'drop_path_rate must lie in [0, 1), got {drop_path_rate}')
+        if not isinstance(in_channels, int) or in_channels < 1:
+            raise ValueError(f'in_channels must be a positive integer, got {in_channels!r}')
+        if feature_map not in FEATURE_MAPS:
+            raise ValueError(
+                f'feature_map must be one of {sorted(FEATURE_MAPS)}, got {feature_map!r}'
+            )
+        if isinstance(stage_attention, str) or (
+            len(stage_attention) != num_stages or not set(stage_attention) <= set(STAGE_ATTENTIONS)
+        ):
+            raise ValueError(
+                f'stage_attention must name {num_stages} of {STAGE_ATTENTIONS}, '
+                f'got {stage_attention!r}'
+            )
+        if not isinstance(out_indices, Sequence) or (
+            not out_indices
+            or list(out_indices) != sorted(set(out_indices))
+            or not set(out_indices) <= set(range(num_stages))
+        ):
+            raise ValueError(
+                'out_indices must be increasing stage numbers from '
+                f'{tuple(range(num_stages))}, got {out_indices!r}'
+            )
+        if frozen_stages not in range(-1, num_stages + 1):
+            raise ValueError(f'frozen_stages must be -1 to {num_stages}, got {frozen_stages!r}')
+
+        self.out_indices = tuple(out_indices)
+        self.out_channels = tuple(channels[i] for i in self.out_indices)
+        self.norm_eval = norm_eval
+        self.frozen_stages = frozen_stages
+        self.with_cp = with_cp
+
+        self.patch_embed = Stem(in_channels, channels[0], dict(norm_cfg))
+        drop_paths = iter(np.linspace(0, drop_path_rate, sum(depths)).tolist())
+        self.layers = nn.ModuleList()
+        # Stages that are not returned would only hold parameters without a gradient (an error in DDP).
+        last = self.out_indices[-1]
+        for i in range(last + 1):
+            blocks = [
+                Block(
+                    channels[i],
+                    settings['num_heads'][i],
+                    settings['mlp_ratio'][i],
+                    stage_attention[i],
+                    feature_map,
+                    next(drop_paths),
+                    settings['layer_scale_init'][i],
+                )
+                for _ in range(depths[i])
+            ]
+            downsample = None
+            if i < last:
+                downsample = Downsample(channels[i], channels[i + 1], dict(norm_cfg))
+            self.layers.append(Stage(blocks, channels[i] // settings['num_heads'][i], downsample))
+        for i in self.out_indices if out_norm else ():
+            self.add_module(f'norm{i}', nn.LayerNorm(channels[i], eps=1e-6))
+        self.out_norm = out_norm
+        self.apply(_init_convolution)
+        self._freeze()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        """Multi-scale features of an image.
+
+        Args:
+            x: Floating tensor ``(B, in_channels, H, W)``, any size from 1x1 up.
+
+        Returns:
+            For each stage ``i`` of ``out_indices`` a tensor ``(B, C_i, ceil(H / 2^(i + 2)),
+            ceil(W / 2^(i + 2)))`` in channels-last memory.
+        """
+        x = self.patch_embed(x.contiguous(memory_format=torch.channels_last))
+        outputs = []
+        for i, stage in enumerate(self.layers):
+            x = stage(x, self.with_cp)
+            if i in self.out_indices:
+                outputs.append(self._normalise(x, i))
+            if stage.downsample is not None:
+                x = stage.downsample(x)
+        return tuple(outputs)
+
+    def _normalise(self, x: Tensor, stage: int) -> Tensor:
+        if not self.out_norm:
+            return x
+        norm = getattr(self, f'norm{stage}')
+        return norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+    def init_weights(self) -> None:
+        """Apply ``init_cfg``; the reference's initialisation is in place since construction."""
+        if self.is_init:  # mmengine warns and leaves the weights alone
+            super().init_weights()
+            return
+        init_cfg = self.init_cfg
+        configs = [init_cfg] if isinstance(init_cfg, dict) else list(init_cfg or [])
+        # mmengine's own loader skips what does not match with a log line; ours is strict.
+        self.init_cfg = [cfg for cfg in configs if cfg.get('type') != 'Pretrained']
+        super().init_weights()
+        self.init_cfg = init_cfg
+        for cfg in configs:
+            if cfg.get('type') == 'Pretrained':
+                load_pretrained(self, **{k: v for k, v in cfg.items() if k != 'type'})
+
+    def train(self, mode: bool = True) -> 'NaLaFormer':
+        """Switch mode; frozen stages, and with ``norm_eval`` all batch norms, stay in eval."""
+        super().train(mode)
+        self._freeze()
+        if mode and self.norm_eval:
+            for module in self.modules():
+                if isinstance(module, _BatchNorm):
+                    module.eval()
+        return self
+
+    def _freeze(self) -> None:
+        frozen = [self.patch_embed, *self.layers][: self.frozen_stages + 1]
+        for module in frozen:
+            module.eval()
+            module.requires_grad_(False)
+
+
+def _init_convolution(module: nn.Module) -> None:
+    """Convolutions as the release initialises them; linear layers and norms keep torch's default."""
+    if isinstance(module, nn.Conv2d):
+        trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def _arch_settings(arch: str | Mapping[str, Any]) -> dict[str, Any]:
+    """The complete, checked settings of a variant, per-stage values spelled out."""
+    if isinstance(arch, str):
+        name = ARCH_WORDS.get(arch.lower(), arch.lower())
+        if name not in ARCHS:
+            raise ValueError(f'arch must be one of {[*ARCHS, *ARCH_WORDS]} or a dict, got {arch!r}')
+        settings = dict(ARCHS[name])
+    elif isinstance(arch, Mapping):
+        settings = dict(arch)
+        if 'mlp_ratios' in settings and 'mlp_ratio' not in settings:
+            settings['mlp_ratio'] = settings.pop('mlp_ratios')
+        settings = {'layer_scale_init': 1.0, 'drop_path_rate': 0.0} | settings
+        if set(settings) != set(ARCHS['t']):
+            raise ValueError(f'arch must have the keys {sorted(ARCHS["t"])}, got {sorted(arch)}')
+    else:
+        raise ValueError(f'arch must be a name or a dict, got {arch!r}')
+
+    stages = len(settings['channels'])
+    for key in ('depths', 'num_heads', 'mlp_ratio', 'layer_scale_init'):
+        value = settings[key]
+        if key in ('mlp_ratio', 'layer_scale_init') and isinstance(value, (int, float)):
+            settings[key] = value = (value,) * stages
+        if len(value) != stages:
+            raise ValueError(
+                f"arch['{key}'] must have one value for each of the {stages} stages, got {value}"
+            )
+    if settings['channels'][0] % 2:
+        raise ValueError(f"arch['channels'] must start even (stem), got {settings['channels']}")
+    for channels, heads in zip(settings['channels'], settings['num_heads'], strict=True):
+        if channels % (4 * heads):
+            raise ValueError(
+                "arch['channels'] / arch['num_heads'] must be a multiple of 4 (rotary), "
+                f'got {channels} / {heads}'
+            )
+    return settings

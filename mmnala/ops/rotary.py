@@ -1,0 +1,60 @@
+"""Two-dimensional rotary position embedding (architecture of arXiv 2506.21137)."""
+
+import torch
+from torch import Tensor
+
+
+def rotary_table(
+    height: int,
+    width: int,
+    head_dim: int,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the rotary angles of an image grid, tokens in row-major order.
+
+    The first half of the channels turns by ``row * w_j``, the second by ``column * w_j``, with
+    ``w_j = 10000 ** (-j / (head_dim / 4 - 1))`` for ``j = 0 .. head_dim / 4 - 1``; every frequency
+    serves two neighbouring channels.
+
+    Args:
+        height: Rows of the grid.
+        width: Columns of the grid.
+        head_dim: Channels of one head, divisible by 4.
+        device: Where the tables live.
+        dtype: Their floating dtype; the angles are float32 at least.
+
+    Returns:
+        ``(cos, sin)``, each of shape ``(height * width, head_dim)``.
+
+    Raises:
+        ValueError: If ``head_dim`` is no positive multiple of 4.
+    """
+    if head_dim < 4 or head_dim % 4:
+        raise ValueError(f'head_dim must be a positive multiple of 4 (rotary), got {head_dim}')
+    quarter = head_dim // 4
+    compute_dtype = torch.promote_types(dtype, torch.float32)
+    # A single frequency is 1: max() only avoids 0 / 0.
+    steps = torch.arange(quarter, device=device, dtype=compute_dtype) / max(quarter - 1, 1)
+    frequency = (10000.0**-steps).repeat_interleave(2)
+    rows = torch.arange(height, device=device, dtype=compute_dtype)[:, None] * frequency
+    columns = torch.arange(width, device=device, dtype=compute_dtype)[:, None] * frequency
+    shape = (height, width, head_dim // 2)
+    angle = torch.cat((rows[:, None].expand(shape), columns[None].expand(shape)), dim=-1)
+    angle = angle.flatten(0, 1)
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def apply_rotary(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
+    """Turn each channel pair ``(2i, 2i + 1)`` of every token by its own angle.
+
+    Args:
+        x: Floating tensor of shape ``(..., N, d)``.
+        rotary: ``(cos, sin)`` of shape ``(N, d)``, see :func:`rotary_table`.
+
+    Returns:
+        Tensor of the shape of ``x``; pair ``(a, b)`` became ``(a cos - b sin, b cos + a sin)``.
+    """
+    cos, sin = rotary
+    quarter_turn = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    return x * cos + quarter_turn * sin
