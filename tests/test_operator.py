@@ -1,0 +1,158 @@
+"""The operator: gradients, numerics at the edges, bad input."""
+
+import pytest
+import torch
+
+from mmnala.ops import apply_rotary, nala_attention, rotary_table
+
+FEATURE_MAPS = ['signed', 'cosine']
+
+
+def inputs(tokens=6, dim=8, dtype=torch.float64, scale=1.0):
+    generator = torch.Generator().manual_seed(0)
+    shape = (2, 3, tokens, dim)
+    return [scale * torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3)]
+
+
+@pytest.mark.parametrize('feature_map', FEATURE_MAPS)
+@pytest.mark.parametrize('rotary', [False, True])
+def test_gradcheck(feature_map, rotary):
+    tensors = [x.requires_grad_() for x in inputs()]
+    tables = rotary_table(2, 3, 8, dtype=torch.float64) if rotary else None
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: nala_attention(q, k, v, tables, feature_map), tensors, atol=1e-6
+    )
+
+
+@pytest.mark.parametrize('feature_map', FEATURE_MAPS)
+def test_one_head_by_the_explicit_matrix(feature_map):
+    """The published formula written token by token, with N x N weights instead of the state."""
+    query, key, value = (x[0, 0] for x in inputs())
+    rotary = rotary_table(2, 3, 8, dtype=torch.float64)
+    norm = query.norm(dim=-1, keepdim=True)
+    size_q = (query / norm).abs() ** (3 * (0.5 + norm.tanh()))
+    size_k = key.abs() ** 3
+    if feature_map == 'signed':
+        phi_q = [size_q * (query > 0), size_q * (query < 0)]
+        phi_k = [size_k * (key > 0), size_k * (key < 0)]
+    else:
+        angle_q = torch.pi / 4 * (20 * query / norm).tanh()
+        angle_k = torch.pi / 4 * (20 * key / key.norm(dim=-1, keepdim=True)).tanh()
+        phi_q = [size_q * angle_q.cos(), size_q * angle_q.sin()]
+        phi_k = [size_k * angle_k.cos(), size_k * angle_k.sin()]
+    turned = sum(
+        apply_rotary(q, rotary) @ apply_rotary(k, rotary).T for q, k in zip(phi_q, phi_k, strict=True)
+    )
+    plain = sum(q @ k.T for q, k in zip(phi_q, phi_k, strict=True))
+    assert (plain >= 0).all()
+    expected = turned / 6 @ value / (plain.mean(dim=-1, keepdim=True) + 1e-6)
+    actual = nala_attention(*(x[None, None] for x in (query, key, value)), rotary, feature_map)
+    torch.testing.assert_close(actual[0, 0], expected, atol=1e-12, rtol=1e-10)
+
+
+@pytest.mark.parametrize('feature_map', FEATURE_MAPS)
+def test_attention_sharpens_with_the_query_norm(feature_map):
+    query, key, _ = (x[:1, :1] for x in inputs(tokens=64))
+    identity = torch.eye(64, dtype=torch.float64)
+    direction = query / query.norm(dim=-1, keepdim=True)
+    entropies = []
+    for norm in (0.1, 0.5, 1.0, 2.0):
+        # Values that read out the weights, eight tokens at a time: d channels hold d columns.
+        weights = torch.cat(
+            [
+                nala_attention(norm * direction, key, columns[None, None], feature_map=feature_map)
+                for columns in identity.split(8, dim=1)
+            ],
+            dim=-1,
+        )
+        entropies.append(torch.special.entr(weights).sum(-1).mean())
+    assert (torch.stack(entropies).diff() < -0.05).all()
+
+
+@pytest.mark.parametrize('feature_map', FEATURE_MAPS)
+@pytest.mark.parametrize('zeroed', ['query', 'key', 'both'])
+def test_zero_vectors_give_zero_output_and_finite_gradients(feature_map, zeroed):
+    query, key, value = inputs()
+    if zeroed != 'key':
+        query[:, :, 2] = 0
+    if zeroed != 'query':
+        key[:] = 0
+    tensors = [x.requires_grad_() for x in (query, key, value)]
+    output = nala_attention(*tensors, rotary_table(2, 3, 8, dtype=torch.float64), feature_map)
+    zero = output if zeroed != 'query' else output[:, :, 2]
+    assert (zero == 0).all()
+    output.sum().backward()
+    assert all(x.grad.isfinite().all() for x in tensors)
+
+
+@pytest.mark.parametrize('feature_map', FEATURE_MAPS)
+def test_one_token_attends_to_itself(feature_map):
+    """With one token the weights cancel but for the 1e-6 in the normaliser."""
+    query, key, value = inputs(tokens=1)
+    output = nala_attention(query, 10 * key, value, feature_map=feature_map)
+    torch.testing.assert_close(output, value, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize('feature_map', FEATURE_MAPS)
+@pytest.mark.parametrize(
+    ('dtype', 'tolerance'), [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 1e-2)]
+)
+@pytest.mark.parametrize('scale', [1e-3, 1.0, 1e3])
+def test_low_precision_follows_float64(feature_map, dtype, tolerance, scale):
+    query, key, value = inputs(dtype=dtype)
+    key = (scale * key.double()).to(dtype)
+    tensors = [x.detach().requires_grad_() for x in (query, key, value)]
+    output = nala_attention(*tensors, feature_map=feature_map)
+    assert output.dtype == dtype
+    exact = nala_attention(*(x.detach().double() for x in tensors), feature_map=feature_map)
+    error = (output.double() - exact).abs().max() / exact.abs().max()
+    assert error < tolerance
+    output.float().square().mean().backward()
+    assert all(x.grad.isfinite().all() for x in tensors)
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
+def test_autocast_does_not_lower_the_operator(dtype):
+    query, key, value = inputs(dtype=torch.float32)
+    with torch.autocast('cpu', dtype=dtype):
+        output = nala_attention(query, 1e3 * key, value)
+    assert torch.equal(output, nala_attention(query, 1e3 * key, value))
+
+
+@pytest.mark.parametrize(
+    ('change', 'error', 'words'),
+    [
+        (dict(feature_map='relu'), ValueError, "feature_map must be one of .* got 'relu'"),
+        (dict(key=torch.zeros(2, 3, 5, 8)), ValueError, r'share one shape .*\(2, 3, 5, 8\)'),
+        (dict(query=torch.zeros(6, 8)), ValueError, r'share one shape .*\(6, 8\)'),
+        (dict(value=torch.zeros(2, 3, 6, 8).long()), TypeError, 'value must be .* torch.int64'),
+        (dict(rotary=rotary_table(2, 2, 8)), ValueError, r'rotary must be .*\(6, 8\).*\(4, 8\)'),
+    ],
+)
+def test_bad_input(change, error, words):
+    arguments = dict(zip(('query', 'key', 'value'), inputs(dtype=torch.float32), strict=True))
+    with pytest.raises(error, match=words):
+        nala_attention(**arguments | change)
+
+
+def test_empty_input():
+    empty = torch.zeros(1, 1, 0, 8)
+    with pytest.raises(ValueError, match='must have tokens'):
+        nala_attention(empty, empty, empty)
+
+
+def test_rotary_table_by_the_formula():
+    cos, sin = rotary_table(2, 3, 12, dtype=torch.float64)
+    frequencies = [10000.0 ** (-j / 2) for j in range(3)]
+    for token, (row, column) in enumerate((r, c) for r in range(2) for c in range(3)):
+        angles = [row * w for w in frequencies for _ in 'ab'] + [column * w for w in frequencies for _ in 'ab']
+        expected = torch.tensor(angles, dtype=torch.float64)
+        torch.testing.assert_close(cos[token], expected.cos(), atol=1e-12, rtol=0)
+        torch.testing.assert_close(sin[token], expected.sin(), atol=1e-12, rtol=0)
+    assert torch.equal(rotary_table(1, 2, 4)[1][1], torch.tensor([0, 0, 1.0, 1.0]).sin())
+
+
+@pytest.mark.parametrize('head_dim', [0, 2, 6, -4])
+def test_rotary_table_refuses_other_head_dims(head_dim):
+    with pytest.raises(ValueError, match=f'head_dim must be .* got {head_dim}'):
+        rotary_table(2, 2, head_dim)
