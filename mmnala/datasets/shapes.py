@@ -35,7 +35,7 @@ _FILE_NAMES = {'training': 'ADE_train_{:08d}', 'validation': 'ADE_val_{:08d}'}
 _MARKER = 'meta.json'
 
 _BACKGROUND, _WALL, _WINDOW, _POSTER, _STRIPED, _SPOTTED, _STAR = range(len(CLASSES))
-_MIN_VISIBLE = 0.4
+_MIN_VISIBLE = 0.5
 _PLACEMENT_TRIES = 30
 
 
@@ -104,7 +104,7 @@ def _distance(sprite: _Sprite, u: np.ndarray, v: np.ndarray) -> np.ndarray:
         sector = np.float32(np.pi / 5)
         theta = np.abs((np.arctan2(v, u) + sector) % (2 * sector) - sector)
         radius = np.hypot(u, v)
-        tip, notch = width, width * np.float32(0.52)
+        tip, notch = width, width * np.float32(0.55)
         edge_x, edge_y = notch * np.cos(sector) - tip, notch * np.sin(sector)
         along_x, along_y = radius * np.cos(theta) - tip, radius * np.sin(theta)
         return (edge_x * along_y - edge_y * along_x) / -np.hypot(edge_x, edge_y)
@@ -149,7 +149,7 @@ def _shade(sprite: _Sprite, u: np.ndarray, v: np.ndarray, light: np.ndarray) -> 
         return 0.7 + 0.35 * across + 0.35 * np.sqrt(np.clip(1 - radial, 0, 1))
     if sprite.label == _STAR:
         facet = np.sign(np.sin(5 * np.arctan2(v, u)))
-        return 1 + 0.09 * facet + 0.1 * across
+        return 1 + 0.18 * facet + 0.1 * across
     return 1 + 0.08 * across
 
 
@@ -200,14 +200,14 @@ class _Painter:
         rng = self.rng
         half = extent / 2
         half_height = half
-        pitch = max(rng.uniform(0.22, 0.34) * extent, 4.0)
+        pitch = max(rng.uniform(0.26, 0.36) * extent, 4.0)
         if label == _WALL:
             texture, half_height = 'bricks', half * rng.uniform(0.75, 1)
             pitch = max(rng.uniform(0.055, 0.08) * self.size, 3.0)
         elif label in (_WINDOW, _POSTER):
             texture, half_height = 'panes', half * rng.uniform(0.75, 1)
         elif label == _STAR:
-            texture = str(rng.choice(('stripes', 'spots')))
+            texture = 'stripes'
         else:
             texture = 'stripes' if label == _STRIPED else 'spots'
         return _Sprite(label, texture, x, y, half, half_height, angle, pitch, _colour_pair(rng))
@@ -297,7 +297,7 @@ class _Painter:
             if label == _POSTER:
                 extent, angle = self._quad_extent(), self._upright()
             else:
-                extent, angle = rng.uniform(0.14, 0.45) * size, rng.uniform(0, 2 * np.pi)
+                extent, angle = rng.uniform(0.24, 0.5) * size, rng.uniform(0, 2 * np.pi)
                 if label == _STAR:
                     extent *= 1.3  # a star covers less than half of its circle
             if self._add(label, [self._sprite(label, extent, x, y, angle)]):
@@ -311,7 +311,7 @@ class _Painter:
             sprites = []
             for _ in range(rng.integers(8, 15)):
                 x, y = (centre + rng.normal(0, 0.07, 2)) * size
-                extent = rng.uniform(0.11, 0.16) * size
+                extent = rng.uniform(0.12, 0.18) * size
                 sprites.append(self._sprite(label, extent, x, y, rng.uniform(0, 2 * np.pi)))
             if self._add(label, sprites, iscrowd=True):
                 return
@@ -320,15 +320,15 @@ class _Painter:
         return self.rng.uniform(-0.35, 0.35)
 
     def _quad_extent(self) -> float:
-        return self.rng.uniform(0.18, 0.38) * self.size
+        return self.rng.uniform(0.2, 0.38) * self.size
 
     def photograph(self) -> np.ndarray:
         """The finished picture through an imperfect lens: light falling off, blur and noise."""
         rng, size = self.rng, self.size
         slope = (self.x / size - 0.5) * self.light[0] + (self.y / size - 0.5) * self.light[1]
         image = self.image * (1 + rng.uniform(0, 0.5) * slope[..., None])
-        image = cv2.GaussianBlur(image, (0, 0), rng.uniform(0.2, 0.8) * max(size / 160, 0.5))
-        image = image + rng.normal(0, rng.uniform(0.005, 0.03), image.shape)
+        image = cv2.GaussianBlur(image, (0, 0), rng.uniform(0.2, 0.7) * max(size / 160, 0.5))
+        image = image + rng.normal(0, rng.uniform(0.005, 0.025), image.shape)
         return (np.clip(image, 0, 1) * 255).round().astype(np.uint8)
 
 
@@ -343,7 +343,7 @@ def draw_scene(seed: int, split: str, index: int, size: int) -> Scene:
         for _ in range(windows):
             painter.add_window()
         remaining -= 1 + windows
-    crowd = rng.random() < 0.25
+    crowd = rng.random() < 0.2
     for label in rng.choice((_POSTER, _STRIPED, _SPOTTED, _STAR), max(remaining, 2)).tolist():
         if crowd and label != _POSTER:
             painter.add_crowd(label)

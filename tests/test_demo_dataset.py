@@ -1,0 +1,302 @@
+"""The shapes data set: what is on disk, what both toolboxes read of it, and what it asks for."""
+
+import json
+import runpy
+import sys
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from pycocotools import mask as coco_mask
+from pycocotools.coco import COCO
+
+from mmnala.datasets import shapes
+from mmnala.datasets.shapes import CLASSES, PALETTE, draw_scene, make_dataset
+
+TOOL = Path(__file__).parents[1] / 'tools' / 'make_demo_dataset.py'
+NUM_TRAIN, NUM_VAL, SIZE = 40, 20, 96
+
+
+@pytest.fixture(scope='module')
+def root(tmp_path_factory):
+    folder = tmp_path_factory.mktemp('data') / 'shapes'
+    make_dataset(folder, NUM_TRAIN, NUM_VAL, SIZE)
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob('*') if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def read_split(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """All images (N, H, W, 3) and semantic maps (N, H, W), as stored."""
+    images = sorted((root / 'images' / split).iterdir())
+    maps = [root / 'annotations' / split / f'{image.stem}.png' for image in images]
+    return (
+        np.stack([cv2.imread(str(path)) for path in images]),
+        np.stack([cv2.imread(str(path), cv2.IMREAD_UNCHANGED) for path in maps]),
+    )
+
+
+def mean_iou(predicted: np.ndarray, truth: np.ndarray) -> float:
+    ious = [
+        ((predicted == label) & (truth == label)).sum()
+        / ((predicted == label) | (truth == label)).sum()
+        for label in range(len(CLASSES))
+    ]
+    return float(np.mean(ious))
+
+
+def test_same_arguments_same_bytes(tmp_path, root):
+    make_dataset(tmp_path / 'again', NUM_TRAIN, NUM_VAL, SIZE, workers=1)
+    assert contents(tmp_path / 'again') == contents(root)
+
+
+def test_an_image_depends_on_seed_split_and_index_alone(tmp_path, root):
+    make_dataset(tmp_path / 'fewer', 3, 2, SIZE, workers=3)
+    fewer, full = contents(tmp_path / 'fewer'), contents(root)
+    images = [name for name in fewer if not name.endswith('.json')]
+    assert len(images) == 2 * (3 + 2)
+    assert all(fewer[name] == full[name] for name in images)
+
+    scenes = [(0, 'training', 0), (0, 'training', 1), (0, 'validation', 0), (1, 'training', 0)]
+    pictures = [draw_scene(*scene, SIZE).image.tobytes() for scene in scenes]
+    assert len(set(pictures)) == len(scenes)
+
+
+def test_layout(root):
+    names = set(contents(root))
+    expected = {'meta.json'}
+    for split, prefix, number in (('training', 'train', 40), ('validation', 'val', 20)):
+        expected.add(f'annotations/instances_{split}.json')
+        for index in range(1, number + 1):
+            expected.add(f'images/{split}/ADE_{prefix}_{index:08d}.jpg')
+            expected.add(f'annotations/{split}/ADE_{prefix}_{index:08d}.png')
+    assert names == expected
+    assert json.loads((root / 'meta.json').read_text()) == {
+        'num_train': NUM_TRAIN,
+        'num_val': NUM_VAL,
+        'size': SIZE,
+        'seed': 0,
+        'classes': list(CLASSES),
+        'palette': [list(colour) for colour in PALETTE],
+    }
+
+
+@pytest.mark.parametrize('split', shapes.SPLITS)
+def test_every_class_has_its_share_of_the_pixels(root, split):
+    images, maps = read_split(root, split)
+    assert images.dtype == maps.dtype == np.uint8
+    assert images.shape == (*maps.shape, 3)
+    shares = np.bincount(maps.ravel(), minlength=len(CLASSES) + 1) / maps.size
+    assert shares.size == len(CLASSES) + 1
+    assert shares[0] == 0
+    assert 0.3 < shares[1] < 0.7
+    assert ((shares[2:] > 0.02) & (shares[2:] < 0.25)).all(), shares
+
+
+def test_wall_surrounds_windows_and_not_posters():
+    wall_around: dict[str, list[float]] = {'window': [], 'poster': []}
+    for index in range(40):
+        scene = draw_scene(0, 'training', index, SIZE)
+        wall = scene.semantic == CLASSES.index('wall')
+        for instance in scene.instances:
+            name = CLASSES[instance.label]
+            if name in wall_around:
+                mask = instance.mask.astype(np.uint8)
+                rim = (cv2.dilate(mask, np.ones((5, 5))) > mask).astype(bool)
+                wall_around[name].append(wall[rim].mean())
+    assert min(map(len, wall_around.values())) >= 30
+    assert np.mean(wall_around['window']) > 0.6
+    assert np.mean(wall_around['poster']) < 0.05
+
+
+def test_coco_masks_agree_with_the_semantic_maps(root):
+    coco = COCO(root / 'annotations' / 'instances_training.json')
+    names = {'polygons': 0, 'run lengths': 0, 'crowds': 0}
+    ious = []
+    _, maps = read_split(root, 'training')
+    for image_id, semantic in zip(sorted(coco.imgs), maps, strict=True):
+        rebuilt = np.ones_like(semantic)
+        for annotation in coco.imgToAnns[image_id]:
+            mask = coco.annToMask(annotation).astype(bool)
+            label = annotation['category_id'] + 1
+            is_polygon = isinstance(annotation['segmentation'], list)
+            if not is_polygon:
+                assert (semantic[mask] == label).all()
+                assert mask.sum() == annotation['area']
+                x, y, w, h = coco_mask.toBbox(coco_mask.encode(np.asfortranarray(mask)))
+                assert [x, y, w, h] == annotation['bbox']
+            names['polygons' if is_polygon else 'run lengths'] += 1
+            names['crowds'] += annotation['iscrowd']
+            assert not (annotation['iscrowd'] and is_polygon)
+            rebuilt[mask] = label
+        for label in np.unique(semantic):
+            ours, theirs = rebuilt == label, semantic == label
+            ious.append((ours & theirs).sum() / (ours | theirs).sum())
+    assert names['polygons'] > names['run lengths'] > names['crowds'] >= 3
+    assert np.mean(ious) > 0.98
+    assert np.min(ious) > 0.9
+
+
+def test_colour_alone_does_not_give_the_class_away(root):
+    """Nearest neighbours in colour, with the neighbourhood's mean for a hint of the context."""
+
+    def features(images):
+        blurred = np.stack([cv2.blur(image, (7, 7)) for image in images])
+        return np.concatenate((images, blurred), -1).reshape(-1, 6).astype(np.float32)
+
+    (train_images, train_maps), (val_images, val_maps) = (
+        read_split(root, split) for split in shapes.SPLITS
+    )
+    rng = np.random.default_rng(0)
+    train = rng.choice(train_maps.size, 20_000, replace=False)
+    val = rng.choice(val_maps.size, 20_000, replace=False)
+    classifier = cv2.ml.KNearest.create()
+    labels = train_maps.ravel()[train].astype(np.float32)
+    classifier.train(features(train_images)[train], cv2.ml.ROW_SAMPLE, labels)
+    predicted = classifier.findNearest(features(val_images)[val], 9)[1][:, 0]
+    assert mean_iou(predicted - 1, val_maps.ravel()[val] - 1) < 0.25
+
+
+def test_mmseg_reads_it(root):
+    from mmseg.datasets import BaseSegDataset
+    from mmseg.utils import register_all_modules
+
+    register_all_modules()
+    dataset = BaseSegDataset(
+        data_root=str(root),
+        data_prefix={'img_path': 'images/validation', 'seg_map_path': 'annotations/validation'},
+        metainfo={'classes': CLASSES, 'palette': PALETTE},
+        reduce_zero_label=True,
+        pipeline=[
+            {'type': 'LoadImageFromFile'},
+            {'type': 'LoadAnnotations', 'reduce_zero_label': True},
+        ],
+    )
+    assert len(dataset) == NUM_VAL
+    for index, item in enumerate(dataset):
+        scene = draw_scene(0, 'validation', index, SIZE)
+        assert (item['gt_seg_map'] == scene.semantic).all()
+        assert np.abs(item['img'][..., ::-1] - scene.image.astype(float)).mean() < 12
+
+
+def test_mmdet_reads_it(root):
+    from mmdet.datasets import CocoDataset
+    from mmdet.utils import register_all_modules
+
+    register_all_modules()
+    dataset = CocoDataset(
+        data_root=str(root),
+        ann_file='annotations/instances_training.json',
+        data_prefix={'img': 'images/training/'},
+        metainfo={'classes': CLASSES[1:], 'palette': PALETTE[1:]},
+        filter_cfg={'filter_empty_gt': True, 'min_size': 32},
+        pipeline=[
+            {'type': 'LoadImageFromFile'},
+            {'type': 'LoadAnnotations', 'with_bbox': True, 'with_mask': True},
+        ],
+    )
+    assert len(dataset) == NUM_TRAIN
+    for index, item in enumerate(dataset):
+        instances = draw_scene(0, 'training', index, SIZE).instances
+        assert item['img'].shape == (SIZE, SIZE, 3)
+        assert item['gt_bboxes_labels'].tolist() == [found.label - 1 for found in instances]
+        assert item['gt_ignore_flags'].tolist() == [found.iscrowd for found in instances]
+        boxes = item['gt_bboxes'].tensor.numpy()
+        for box, mask, found in zip(boxes, item['gt_masks'].masks, instances, strict=True):
+            rows, columns = np.nonzero(found.mask)
+            expected = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+            assert box.tolist() == expected
+            assert (mask != found.mask).sum() <= max(2, 0.1 * found.mask.sum())
+
+
+@pytest.mark.parametrize('size', [32, 257])
+def test_small_and_odd_sizes(size):
+    for index in range(5):
+        scene = draw_scene(3, 'training', index, size)
+        assert scene.image.shape == (size, size, 3)
+        assert scene.semantic.shape == (size, size)
+        assert all(instance.mask.any() for instance in scene.instances)
+
+
+@pytest.mark.parametrize(
+    ('name', 'value', 'lowest'),
+    [('num_train', 0, 1), ('num_val', -2, 1), ('size', 31, 32), ('seed', -1, 0), ('workers', 0, 1)],
+)
+def test_bad_arguments(tmp_path, name, value, lowest):
+    with pytest.raises(ValueError, match=f'^{name}={value} must be at least {lowest}$'):
+        make_dataset(tmp_path / 'new', **{name: value})
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_existing_folder_is_replaced_on_request_only(tmp_path):
+    out = tmp_path / 'shapes'
+    make_dataset(out, 1, 1, 32)
+    before = contents(out)
+    with pytest.raises(FileExistsError, match='already exists'):
+        make_dataset(out, 2, 1, 32)
+    assert contents(out) == before
+    make_dataset(out, 2, 1, 32, overwrite=True)
+    assert len(list((out / 'images' / 'training').iterdir())) == 2
+    assert list(tmp_path.iterdir()) == [out]
+
+
+@pytest.mark.parametrize('stranger', ['alone', 'added', 'file'])
+def test_nothing_but_a_shapes_data_set_is_overwritten(tmp_path, stranger):
+    out = tmp_path / 'out'
+    if stranger == 'file':
+        out.write_text('mine')
+    elif stranger == 'alone':
+        out.mkdir()
+    else:
+        make_dataset(out, 1, 1, 32)
+    if stranger != 'file':
+        (out / 'thesis.txt').write_text('mine')
+    before = contents(tmp_path)
+    with pytest.raises(FileExistsError, match='not a shapes data set'):
+        make_dataset(out, 1, 1, 32, overwrite=True)
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize('error', [OSError('disk full'), KeyboardInterrupt()])
+def test_a_failure_leaves_the_old_folder_and_no_other(tmp_path, monkeypatch, error):
+    out = tmp_path / 'shapes'
+    make_dataset(out, 1, 1, 32)
+    before = contents(tmp_path)
+
+    def fail_at_second(seed, split, index, size):
+        if index == 1:
+            raise error
+        return draw_scene(seed, split, index, size)
+
+    monkeypatch.setattr(shapes, 'draw_scene', fail_at_second)
+    for target in (out, tmp_path / 'other'):
+        with pytest.raises(type(error)):
+            make_dataset(target, 4, 1, 32, overwrite=True)
+        assert contents(tmp_path) == before
+        assert list(tmp_path.iterdir()) == [out]
+
+
+def test_command(tmp_path, monkeypatch, capsys):
+    def run(*options):
+        monkeypatch.setattr(sys, 'argv', [TOOL.name, '--out', 'deep/set', *options])
+        runpy.run_path(str(TOOL), run_name='__main__')
+
+    monkeypatch.chdir(tmp_path)
+    small = ('--num-train', '2', '--num-val', '1', '--size', '40', '--seed', '5')
+    run(*small)
+    make_dataset('same', 2, 1, 40, 5)
+    assert contents(tmp_path / 'deep' / 'set') == contents(tmp_path / 'same')
+    run(*small, '--overwrite')
+
+    capsys.readouterr()
+    for options, message in ((small, 'already exists'), (('--size', '8'), 'size=8 must be')):
+        with pytest.raises(SystemExit) as stopped:
+            run(*options)
+        assert stopped.value.code == 1
+        error = capsys.readouterr().err
+        assert error.count('\n') == 1
+        assert message in error
