@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from mmengine.model import BaseModule
+from mmengine.model import BaseModule, PretrainedInit
 from timm.layers import DropPath, trunc_normal_
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -207,7 +207,8 @@ class Stage(nn.Module):
 
     def forward(self, x: Tensor, with_cp: bool = False) -> Tensor:
         """``(B, C, H, W)`` to the same shape, before downsampling."""
-        rotary = rotary_table(*x.shape[-2:], self.head_dim, device=x.device)
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        rotary = rotary_table(*x.shape[-2:], self.head_dim, device=x.device, dtype=dtype)
         x = x.permute(0, 2, 3, 1)
         for block in self.blocks:
             if with_cp and torch.is_grad_enabled():
@@ -312,6 +313,7 @@ class NaLaFormer(BaseModule):
         if frozen_stages not in range(-1, num_stages + 1):
             raise ValueError(f'frozen_stages must be -1 to {num_stages}, got {frozen_stages!r}')
 
+        self.in_channels = in_channels
         self.out_indices = tuple(out_indices)
         self.out_channels = tuple(channels[i] for i in self.out_indices)
         self.norm_eval = norm_eval
@@ -355,7 +357,14 @@ class NaLaFormer(BaseModule):
         Returns:
             For each stage ``i`` of ``out_indices`` a tensor ``(B, C_i, ceil(H / 2^(i + 2)),
             ceil(W / 2^(i + 2)))`` in channels-last memory.
+
+        Raises:
+            ValueError: If the image's shape is another.
         """
+        if x.dim() != 4 or x.shape[1] != self.in_channels or 0 in x.shape:
+            raise ValueError(
+                f'image must be (B, {self.in_channels}, H, W) and not empty, got {tuple(x.shape)}'
+            )
         x = self.patch_embed(x.contiguous(memory_format=torch.channels_last))
         outputs = []
         for i, stage in enumerate(self.layers):
@@ -380,12 +389,12 @@ class NaLaFormer(BaseModule):
         init_cfg = self.init_cfg
         configs = [init_cfg] if isinstance(init_cfg, dict) else list(init_cfg or [])
         # mmengine's own loader skips what does not match with a log line; ours is strict.
-        self.init_cfg = [cfg for cfg in configs if cfg.get('type') != 'Pretrained']
+        pretrained = [cfg for cfg in configs if cfg.get('type') in ('Pretrained', PretrainedInit)]
+        self.init_cfg = [cfg for cfg in configs if cfg not in pretrained]
         super().init_weights()
         self.init_cfg = init_cfg
-        for cfg in configs:
-            if cfg.get('type') == 'Pretrained':
-                load_pretrained(self, **{k: v for k, v in cfg.items() if k != 'type'})
+        for cfg in pretrained:
+            load_pretrained(self, **{k: v for k, v in cfg.items() if k != 'type'})
 
     def train(self, mode: bool = True) -> 'NaLaFormer':
         """Switch mode; frozen stages, and with ``norm_eval`` all batch norms, stay in eval."""
@@ -438,6 +447,9 @@ def _arch_settings(arch: str | Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(
                 f"arch['{key}'] must have one value for each of the {stages} stages, got {value}"
             )
+    for key in ('channels', 'depths', 'num_heads'):
+        if not all(isinstance(n, int) and n > 0 for n in settings[key]):
+            raise ValueError(f"arch['{key}'] must be positive integers, got {settings[key]}")
     if settings['channels'][0] % 2:
         raise ValueError(f"arch['channels'] must start even (stem), got {settings['channels']}")
     for channels, heads in zip(settings['channels'], settings['num_heads'], strict=True):
