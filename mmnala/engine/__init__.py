@@ -1,0 +1,4 @@
+from .hooks import IterationSeedHook
+from .runner import CPUDistributedRunner
+
+__all__ = ['CPUDistributedRunner', 'IterationSeedHook']

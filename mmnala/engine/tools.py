@@ -1,0 +1,124 @@
+"""What ``tools/train.py`` and ``tools/test.py`` share."""
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from mmengine.config import Config, DictAction
+from mmengine.config.utils import ConfigParsingError
+from mmengine.device import get_device
+from mmengine.registry import RUNNERS
+from mmengine.runner import CheckpointLoader, Runner
+from torch import nn
+
+from .runner import CPUDistributedRunner
+
+
+def fail(message: object) -> NoReturn:
+    """End the program with status 1 and one line on stderr."""
+    raise SystemExit(f'error: {message}')
+
+
+def run(main: Callable[[], None]) -> None:
+    """Run a script's main function; a file or dataset folder it misses is a one-line error."""
+    try:
+        main()
+    except FileNotFoundError as error:
+        fail(error)
+
+
+class CfgOptions(DictAction):
+    """mmengine's KEY=VALUE option that names a malformed item."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        for item in values:
+            try:
+                super().__call__(parser, namespace, [item], option_string)
+            except (ValueError, AssertionError):
+                fail(f'{option_string} {item!r}: expected KEY=VALUE with balanced brackets')
+
+
+def argument_parser(description: str) -> argparse.ArgumentParser:
+    """Parser with the options common to training and testing."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument('config', help='config file')
+    parser.add_argument(
+        '--work-dir',
+        help="folder for logs and results (default: the config's work_dir, "
+        'else ./work_dirs/ and the name of the config file)',
+    )
+    parser.add_argument(
+        '--cfg-options',
+        nargs='+',
+        action=CfgOptions,
+        default={},
+        metavar='KEY=VALUE',
+        help="override entries of the config: model.backbone.arch=s, a list as key='[a,b]' or "
+        "key=a,b, a nested one as key='[(a,b),(c,d)]'; no blanks",
+    )
+    parser.add_argument('--launcher', choices=['none', 'pytorch', 'slurm', 'mpi'], default='none')
+    parser.add_argument('--local_rank', '--local-rank', type=int, default=0)
+    return parser
+
+
+def load_config(args: argparse.Namespace) -> Config:
+    """Read ``args.config`` and apply the common options to it."""
+    # Launchers older than torchrun pass the local rank as an option, mmengine reads the variable.
+    os.environ.setdefault('LOCAL_RANK', str(args.local_rank))
+    try:
+        cfg = Config.fromfile(args.config)
+    except (OSError, SyntaxError, ImportError, ConfigParsingError) as error:
+        fail(f'config {args.config}: {error}')
+    try:
+        cfg.merge_from_dict(args.cfg_options)
+    except (AttributeError, KeyError, TypeError) as error:
+        fail(f'--cfg-options {args.cfg_options}: {error}')
+
+    cfg.launcher = args.launcher
+    if args.work_dir is not None:
+        cfg.work_dir = args.work_dir
+    elif cfg.get('work_dir') is None:
+        cfg.work_dir = str(Path('work_dirs') / Path(args.config).stem)
+    return cfg
+
+
+def build_runner(cfg: Config) -> Runner:
+    """Build the config's runner, or CPUDistributedRunner for several processes without a GPU."""
+    if cfg.launcher != 'none' and get_device() == 'cpu':
+        name = CPUDistributedRunner.__name__
+        if cfg.get('runner_type', name) != name:
+            fail(f'runner_type={cfg.runner_type!r}: without a GPU, only {name} runs distributed')
+        cfg.runner_type = name
+    return RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
+
+
+def read_checkpoint(filename: str) -> Mapping[str, Any]:
+    """Read a checkpoint from anywhere mmengine can read it."""
+    try:
+        checkpoint = CheckpointLoader.load_checkpoint(filename, map_location='cpu')
+    except Exception as error:  # torch.load raises nearly anything on a file it does not know
+        fail(f'checkpoint {filename}: {type(error).__name__}: {error}')
+    if not isinstance(checkpoint, Mapping):
+        fail(f'checkpoint {filename}: expected a dict, got {type(checkpoint).__name__}')
+    return checkpoint
+
+
+def check_weights(model: nn.Module, checkpoint: Mapping[str, Any], filename: str) -> None:
+    """Fail unless the checkpoint holds every parameter of the model, in its shape.
+
+    mmengine only warns, and a model evaluated with some weights left at random is no result.
+    """
+    while isinstance(inner := getattr(model, 'module', None), nn.Module):
+        model = inner  # out of the distributed and the test-time augmentation wrapper
+    weights = checkpoint.get('state_dict', checkpoint)
+    weights = {name.removeprefix('module.'): value for name, value in weights.items()}
+    try:
+        missing = model.load_state_dict(weights, strict=False).missing_keys
+    except RuntimeError as error:
+        fail(f'checkpoint {filename} does not fit the model: {error}')
+    missing = [name for name in missing if name in dict(model.named_parameters())]
+    if missing:
+        names = ', '.join(missing[:5]) + (', ...' if len(missing) > 5 else '')
+        fail(f'checkpoint {filename} lacks {len(missing)} parameters of the model: {names}')

@@ -1,0 +1,263 @@
+"""Tiny data sets, configs and runs for the tests of the tools.
+
+A tool is run in a fork of the test process, which has the toolboxes imported already: that takes a
+second instead of ten. What only a real command line can show is tested with one.
+"""
+
+import json
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import mmdet.utils
+import mmseg.utils
+import numpy as np
+import torch
+from mmengine.hooks import Hook
+from mmengine.registry import HOOKS
+from PIL import Image
+
+import mmnala.engine.tools  # noqa: F401
+
+TOOLS = Path(__file__).parents[1] / 'tools'
+
+for toolbox in (mmseg, mmdet):
+    toolbox.utils.register_all_modules(init_default_scope=False)
+
+
+@HOOKS.register_module()
+class KillHook(Hook):
+    """Kills its process, as an operating system would, after a training iteration."""
+
+    def __init__(self, iteration: int, rank: int = 0) -> None:
+        self.iteration = iteration
+        self.rank = rank
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        if (runner.iter, runner.rank) == (self.iteration, self.rank):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+@HOOKS.register_module()
+class SaveWeightsHook(Hook):
+    """Saves the weights that each rank ends with."""
+
+    def after_train(self, runner) -> None:
+        model = getattr(runner.model, 'module', runner.model)
+        torch.save(model.state_dict(), Path(runner.work_dir) / f'rank{runner.rank}.pth')
+
+
+@dataclass
+class Finished:
+    code: int
+    output: str
+
+
+def start(script: str, *args: object, log: Path, cwd: Path, env: dict | None = None):
+    """Start a script of ``tools`` in a forked process."""
+
+    def run() -> None:
+        with log.open('w', buffering=1) as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+            sys.stdout = os.fdopen(1, 'w', buffering=1)
+            sys.stderr = os.fdopen(2, 'w', buffering=1)
+        os.chdir(cwd)
+        os.environ.update(env or {})
+        torch.set_num_threads(1)
+        sys.argv = [str(TOOLS / script), *map(str, args)]
+        runpy.run_path(sys.argv[0], run_name='__main__')
+
+    process = multiprocessing.get_context('fork').Process(target=run)
+    process.start()
+    return process
+
+
+def run_tool(script: str, *args: object, cwd: Path, env: dict | None = None) -> Finished:
+    """Run a script of ``tools`` in a forked process, from the folder ``cwd``."""
+    log = cwd / 'output.log'
+    process = start(script, *args, log=log, cwd=cwd, env=env)
+    process.join()
+    return Finished(process.exitcode, log.read_text())
+
+
+def run_pair(script: str, *args: object, cwd: Path, port: int) -> list[Finished]:
+    """Run a script of ``tools`` as two ranks."""
+    logs = [cwd / f'output{rank}.log' for rank in range(2)]
+    shared = dict(MASTER_ADDR='127.0.0.1', MASTER_PORT=str(port), WORLD_SIZE='2')
+    processes = [
+        start(
+            script,
+            *args,
+            '--launcher=pytorch',
+            log=logs[rank],
+            cwd=cwd,
+            env=dict(shared, RANK=str(rank), LOCAL_RANK=str(rank)),
+        )
+        for rank in range(2)
+    ]
+    for process in processes:
+        process.join()
+    return [Finished(p.exitcode, log.read_text()) for p, log in zip(processes, logs, strict=True)]
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    content = torch.load(path, map_location='cpu', weights_only=False)
+    return content.get('state_dict', content)
+
+
+def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
+
+
+def write_scenes(folder: Path) -> None:
+    """Write images with one bright box each, as segmentation masks and as COCO boxes."""
+    for split, number, seed in (('train', 10, 0), ('val', 5, 1)):
+        draw = np.random.default_rng(seed)
+        images, annotations = [], []
+        for kind in ('images', 'masks'):
+            (folder / kind / split).mkdir(parents=True)
+        for index in range(number):
+            image = draw.integers(0, 90, (64, 64, 3), dtype=np.uint8)
+            mask = np.zeros((64, 64), np.uint8)
+            left, top = map(int, draw.integers(4, 28, 2))
+            image[top : top + 24, left : left + 24, index % 3] += 150
+            mask[top : top + 24, left : left + 24] = 1
+            Image.fromarray(image).save(folder / 'images' / split / f'{index}.png')
+            Image.fromarray(mask).save(folder / 'masks' / split / f'{index}.png')
+            images.append(dict(id=index, file_name=f'{index}.png', width=64, height=64))
+            box = dict(bbox=[left, top, 24, 24], area=576, iscrowd=0)
+            annotations.append(dict(box, id=index + 1, image_id=index, category_id=1))
+        coco = dict(
+            images=images, annotations=annotations, categories=[dict(id=1, name='box')]
+        )
+        (folder / f'{split}.json').write_text(json.dumps(coco))
+
+
+_RUNTIME = """
+default_scope = '{scope}'
+custom_imports = dict(imports=['toy', 'mmnala.engine'])
+randomness = dict(seed=3)
+visualizer = dict(type='{visualizer}', vis_backends=[dict(type='LocalVisBackend')])
+optim_wrapper = dict(optimizer=dict(type='SGD', lr=0.02, momentum=0.9))
+param_scheduler = [dict(type='PolyLR', eta_min=1e-4, by_epoch=False)]
+custom_hooks = [dict(type='IterationSeedHook'), dict(type='SaveWeightsHook')]
+auto_scale_lr = dict(base_batch_size=8)
+val_cfg = test_cfg = dict()
+"""
+
+_SEGMENTATION = """
+norm_cfg = dict(type='BN')
+model = dict(
+    type='EncoderDecoder',
+    data_preprocessor=dict(
+        type='SegDataPreProcessor', mean=[90] * 3, std=[60] * 3, bgr_to_rgb=True, size=(32, 32),
+        seg_pad_val=255),
+    backbone=dict(
+        type='ResNet', depth=18, stem_channels=8, base_channels=8, strides=(1, 1, 1, 1),
+        norm_cfg=norm_cfg),
+    decode_head=dict(
+        type='FCNHead', in_channels=64, channels=8, num_convs=1, num_classes=2, dropout_ratio=0.2,
+        norm_cfg=norm_cfg),
+    test_cfg=dict(mode='whole'))
+train_pipeline = [
+    dict(type='LoadImageFromFile'),
+    dict(type='LoadAnnotations'),
+    dict(type='RandomCrop', crop_size=(32, 32)),
+    dict(type='RandomFlip', prob=0.5),
+    dict(type='PhotoMetricDistortion'),
+    dict(type='PackSegInputs')]
+test_pipeline = [
+    dict(type='LoadImageFromFile'), dict(type='LoadAnnotations'), dict(type='PackSegInputs')]
+dataset = dict(
+    type='BaseSegDataset', data_root='{data}', img_suffix='.png', seg_map_suffix='.png',
+    metainfo=dict(classes=('ground', 'box'), palette=[[0, 0, 0], [255, 0, 0]]))
+train_dataloader = dict(
+    batch_size=2, num_workers=0, sampler=dict(type='InfiniteSampler'),
+    dataset=dict(
+        dataset, data_prefix=dict(img_path='images/train', seg_map_path='masks/train'),
+        pipeline=train_pipeline))
+val_dataloader = test_dataloader = dict(
+    batch_size=1, num_workers=0, sampler=dict(type='DefaultSampler', shuffle=False),
+    dataset=dict(
+        dataset, data_prefix=dict(img_path='images/val', seg_map_path='masks/val'),
+        pipeline=test_pipeline))
+val_evaluator = test_evaluator = dict(type='IoUMetric')
+train_cfg = dict(type='IterBasedTrainLoop', max_iters=10, val_interval=5)
+default_hooks = dict(
+    checkpoint=dict(type='CheckpointHook', by_epoch=False, interval=4),
+    logger=dict(type='LoggerHook', interval=1, log_metric_by_epoch=False),
+    visualization=dict(type='SegVisualizationHook'))
+log_processor = dict(by_epoch=False)
+tta_model = dict(type='SegTTAModel')
+tta_pipeline = [
+    dict(type='LoadImageFromFile'),
+    dict(type='TestTimeAug', transforms=[
+        [dict(type='RandomFlip', prob=0.0), dict(type='RandomFlip', prob=1.0)],
+        [dict(type='LoadAnnotations')], [dict(type='PackSegInputs')]])]
+"""
+
+_DETECTION = """
+model = dict(
+    type='RetinaNet',
+    data_preprocessor=dict(
+        type='DetDataPreprocessor', mean=[90] * 3, std=[60] * 3, pad_size_divisor=32),
+    backbone=dict(type='ResNet', depth=18, stem_channels=8, base_channels=8),
+    neck=dict(
+        type='FPN', in_channels=[8, 16, 32, 64], out_channels=16, start_level=1, num_outs=3),
+    bbox_head=dict(
+        type='RetinaHead', num_classes=1, in_channels=16, stacked_convs=1, feat_channels=16,
+        anchor_generator=dict(
+            type='AnchorGenerator', octave_base_scale=2, scales_per_octave=1, ratios=[1.0],
+            strides=[8, 16, 32])),
+    train_cfg=dict(
+        assigner=dict(type='MaxIoUAssigner', pos_iou_thr=0.5, neg_iou_thr=0.4, min_pos_iou=0),
+        sampler=dict(type='PseudoSampler'), allowed_border=-1, pos_weight=-1),
+    test_cfg=dict(
+        nms_pre=50, score_thr=0.0, nms=dict(type='nms', iou_threshold=0.5), max_per_img=10))
+load = [dict(type='LoadImageFromFile'), dict(type='LoadAnnotations', with_bbox=True)]
+train_pipeline = [
+    *load,
+    dict(type='RandomFlip', prob=0.5),
+    dict(type='PhotoMetricDistortion'),
+    dict(type='PackDetInputs')]
+test_pipeline = [
+    *load,
+    dict(type='PackDetInputs', meta_keys=('img_id', 'img_path', 'ori_shape', 'img_shape',
+                                          'scale_factor'))]
+test_pipeline.insert(1, dict(type='Resize', scale=(64, 64), keep_ratio=True))
+dataset = dict(type='CocoDataset', data_root='{data}', metainfo=dict(classes=('box',)))
+train_dataloader = dict(
+    batch_size=2, num_workers=0, sampler=dict(type='DefaultSampler', shuffle=True),
+    batch_sampler=dict(type='AspectRatioBatchSampler'),
+    dataset=dict(
+        dataset, ann_file='train.json', data_prefix=dict(img='images/train'),
+        pipeline=train_pipeline))
+val_dataloader = test_dataloader = dict(
+    batch_size=1, num_workers=0, sampler=dict(type='DefaultSampler', shuffle=False),
+    dataset=dict(
+        dataset, ann_file='val.json', data_prefix=dict(img='images/val'), test_mode=True,
+        pipeline=test_pipeline))
+val_evaluator = test_evaluator = dict(type='CocoMetric', ann_file='{data}/val.json')
+train_cfg = dict(type='EpochBasedTrainLoop', max_epochs=3)
+default_hooks = dict(
+    logger=dict(type='LoggerHook', interval=1), visualization=dict(type='DetVisualizationHook'))
+"""
+
+
+def write_segmentation_config(path: Path, data: Path, extra: str = '') -> Path:
+    """Write an mmseg config (10 iterations, a checkpoint every 4) with ``extra`` lines."""
+    runtime = _RUNTIME.format(scope='mmseg', visualizer='SegLocalVisualizer')
+    path.write_text(runtime + _SEGMENTATION.replace('{data}', str(data)) + extra)
+    return path
+
+
+def write_detection_config(path: Path, data: Path, extra: str = '') -> Path:
+    """Write an mmdet config (3 epochs of 5 iterations) with ``extra`` lines."""
+    runtime = _RUNTIME.format(scope='mmdet', visualizer='DetLocalVisualizer')
+    path.write_text(runtime + _DETECTION.replace('{data}', str(data)) + extra)
+    return path

@@ -1,0 +1,83 @@
+"""Train a model from an mmseg, mmdet or mmpretrain config."""
+
+import argparse
+
+from mmengine.config import Config
+from mmengine.device import get_device
+from mmengine.runner import find_latest_checkpoint
+
+from mmnala.engine.tools import (
+    argument_parser,
+    build_runner,
+    check_weights,
+    fail,
+    load_config,
+    read_checkpoint,
+    run,
+)
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argument_parser(__doc__)
+    parser.add_argument(
+        '--resume',
+        nargs='?',
+        const='auto',
+        metavar='CHECKPOINT',
+        help='continue from this checkpoint, or, without a value or with "auto", from the latest '
+        'one in the work folder; where there is none yet, training starts anew',
+    )
+    parser.add_argument('--amp', action='store_true', help='mixed precision (needs a GPU)')
+    parser.add_argument(
+        '--auto-scale-lr',
+        action='store_true',
+        help='scale the learning rate by the batch size over auto_scale_lr.base_batch_size',
+    )
+    return parser.parse_args()
+
+
+def enable_amp(cfg: Config) -> None:
+    wrapper = cfg.optim_wrapper.get('type', 'OptimWrapper')
+    name = wrapper.rsplit('.')[-1] if isinstance(wrapper, str) else wrapper.__name__
+    if name not in ('OptimWrapper', 'AmpOptimWrapper'):
+        fail(f'--amp: optim_wrapper.type is {name}, expected OptimWrapper or AmpOptimWrapper')
+    if get_device() == 'cpu':
+        fail("--amp: mmengine's AmpOptimWrapper needs a GPU, and there is none")
+    if name == 'AmpOptimWrapper':
+        return
+    cfg.optim_wrapper.type = 'AmpOptimWrapper'
+    cfg.optim_wrapper.setdefault('loss_scale', 'dynamic')
+
+
+def enable_auto_scale_lr(cfg: Config) -> None:
+    if 'base_batch_size' not in cfg.get('auto_scale_lr', {}):
+        fail('--auto-scale-lr: the config has no auto_scale_lr.base_batch_size')
+    cfg.auto_scale_lr.enable = True
+
+
+def main() -> None:
+    args = parse_args()
+    cfg = load_config(args)
+    if args.amp:
+        enable_amp(cfg)
+    if args.auto_scale_lr:
+        enable_auto_scale_lr(cfg)
+
+    filename = find_latest_checkpoint(cfg.work_dir) if args.resume == 'auto' else args.resume
+    if filename is not None:
+        checkpoint = read_checkpoint(filename)
+        if not {'meta', 'message_hub', 'state_dict'} <= checkpoint.keys():
+            fail(f'--resume {filename}: not a checkpoint of an mmengine training')
+        cfg.load_from = filename
+    if args.resume is not None:
+        cfg.resume = filename is not None
+
+    runner = build_runner(cfg)
+    if filename is not None:
+        check_weights(runner.model, checkpoint, filename)
+        del checkpoint
+    runner.train()
+
+
+if __name__ == '__main__':
+    run(main)
