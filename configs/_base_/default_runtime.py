@@ -1,0 +1,19 @@
+custom_imports = dict(imports=['mmnala'], allow_failed_imports=False)
+
+env_cfg = dict(
+    cudnn_benchmark=True,
+    mp_cfg=dict(mp_start_method='fork', opencv_num_threads=0),
+    dist_cfg=dict(backend='nccl'),
+)
+default_hooks = dict(
+    timer=dict(type='IterTimerHook'),
+    logger=dict(type='LoggerHook', interval=50),
+    param_scheduler=dict(type='ParamSchedulerHook'),
+    checkpoint=dict(type='CheckpointHook', max_keep_ckpts=2),
+    sampler_seed=dict(type='DistSamplerSeedHook'),
+)
+# A run that was interrupted and resumed ends with the same weights as one that was not.
+custom_hooks = [dict(type='IterationSeedHook')]
+log_level = 'INFO'
+load_from = None
+resume = False
