@@ -211,8 +211,13 @@ def check_disk():
 
 @contextlib.contextmanager
 def locked(path):
-    """Hold the file's lock; the system gives it back even if this process is killed."""
+    """Hold the file's lock; the system gives it back when the last process that has it ends.
+
+    The commands that `run` starts have it too: if this process is killed, the next set-up waits for
+    the one still running.
+    """
     with open(str(path), 'a') as file:
+        os.set_inheritable(file.fileno(), True)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -241,6 +246,7 @@ def run(command, env=None, visible=False, watch=None):
             stdin=subprocess.DEVNULL,
             stdout=None if visible else log,
             stderr=None if visible else subprocess.STDOUT,
+            close_fds=False,
             start_new_session=True,
         )
         try:
