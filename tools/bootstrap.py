@@ -34,6 +34,7 @@ VENV = ROOT / '.venv'
 PYTHON = VENV / 'bin' / 'python'
 STAMP = VENV / 'setup.stamp'
 LOG = VENV / 'setup.log'
+TEMPORARY = VENV / 'tmp'
 REQUIREMENTS = ROOT / 'requirements.txt'
 MMCV_REQUIREMENT = ROOT / 'requirements' / 'mmcv.txt'
 # What the set-up depends on: a change in one of these and it is done again.
@@ -183,7 +184,7 @@ def check_disk():
     downloads = DOWNLOAD_SIZE * missing / VENV_SIZE
     needs = [
         ('.venv', VENV, missing),
-        ('downloads', Path(tempfile.gettempdir()), downloads),
+        ('downloads', VENV, downloads),
         ("pip's cache", cache_home() / 'pip', downloads),
         ("the operators' build", wheel_cache(), BUILD_SIZE),
     ]
@@ -231,10 +232,12 @@ def run(command, env=None, visible=False, watch=None):
 
     Args:
         command (list[str]): The command, run in the repository's root with no standard input.
-        env (dict, optional): Its environment, ours by default.
+        env (dict, optional): Its environment; by default ours with the set-up's temporary folder.
         visible (bool): Whether the output goes to our own; to the log by default.
         watch (callable, optional): Called without arguments twice a second while it runs.
     """
+    if env is None:
+        env = dict(os.environ, TMPDIR=str(TEMPORARY))
     with open(str(LOG), 'ab') as log:
         log.write('\n$ {}\n'.format(' '.join(map(shlex.quote, command))).encode())
         log.flush()
@@ -559,6 +562,17 @@ def is_ready():
     return works(INSTALLED_PROBE, 'mmnala', *pins(REQUIREMENTS), *pins(MMCV_REQUIREMENT))
 
 
+@contextlib.contextmanager
+def temporary_folder():
+    """Where `run` sends temporary files, pip's downloads above all: the disk that was checked."""
+    shutil.rmtree(str(TEMPORARY), ignore_errors=True)
+    TEMPORARY.mkdir()
+    try:
+        yield
+    finally:
+        shutil.rmtree(str(TEMPORARY), ignore_errors=True)
+
+
 def create_venv():
     same_python = 'import pip, sys; assert sys.version_info[:2] == {}'.format(sys.version_info[:2])
     if works(same_python):
@@ -598,11 +612,12 @@ def set_up():
         with contextlib.suppress(FileNotFoundError):
             STAMP.unlink()
         create_venv()
-        install_requirements()
-        pip('install', '--force-reinstall', '--no-deps', str(obtain_wheel(compiler)))
-        say('Installing mmnala')
-        pip('install', '--no-deps', '--no-build-isolation', '--editable', str(ROOT))
-        verify()
+        with temporary_folder():
+            install_requirements()
+            pip('install', '--force-reinstall', '--no-deps', str(obtain_wheel(compiler)))
+            say('Installing mmnala')
+            pip('install', '--no-deps', '--no-build-isolation', '--editable', str(ROOT))
+            verify()
         partial = STAMP.with_suffix('.partial')
         partial.write_text(fingerprint())
         os.replace(str(partial), str(STAMP))
