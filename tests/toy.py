@@ -1,7 +1,7 @@
 """Tiny data sets, configs and runs for the tests of the tools.
 
-A tool is run in a fork of the test process, which has the toolboxes imported already: that takes a
-second instead of ten. What only a real command line can show is tested with one.
+A tool is run in a fork of a server process that has the toolboxes imported and sees no GPU: that
+takes two seconds instead of ten. What only a real command line can show is tested with one.
 """
 
 import json
@@ -11,22 +11,32 @@ import runpy
 import signal
 import sys
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest.mock import patch
 
-import mmdet.utils
-import mmseg.utils
 import numpy as np
 import torch
 from mmengine.hooks import Hook
 from mmengine.registry import HOOKS
 from PIL import Image
 
-import mmnala.engine.tools  # noqa: F401
-
 TOOLS = Path(__file__).parents[1] / 'tools'
 
-for toolbox in (mmseg, mmdet):
-    toolbox.utils.register_all_modules(init_default_scope=False)
+# The environment of a process that can import this module and has no GPU.
+ENVIRONMENT = dict(
+    PATH=os.environ['PATH'],
+    PYTHONPATH=str(Path(__file__).parent),
+    OMP_NUM_THREADS='1',
+    CUDA_VISIBLE_DEVICES='',
+)
+
+PARTS = ('datasets', 'engine', 'evaluation', 'models', 'visualization')
+_processes = multiprocessing.get_context('forkserver')
+_processes.set_forkserver_preload(
+    [f'{toolbox}.{part}' for toolbox in ('mmseg', 'mmdet') for part in PARTS]
+    + ['mmnala.engine.tools']
+)
 
 
 @HOOKS.register_module()
@@ -58,27 +68,26 @@ class Finished:
 
 
 def start(script: str, *args: object, log: Path, cwd: Path, env: dict | None = None):
-    """Start a script of ``tools`` in a forked process."""
-
-    def run() -> None:
-        with log.open('w', buffering=1) as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-            sys.stdout = os.fdopen(1, 'w', buffering=1)
-            sys.stderr = os.fdopen(2, 'w', buffering=1)
-        os.chdir(cwd)
-        os.environ.update(env or {})
-        torch.set_num_threads(1)
-        sys.argv = [str(TOOLS / script), *map(str, args)]
-        runpy.run_path(sys.argv[0], run_name='__main__')
-
-    process = multiprocessing.get_context('fork').Process(target=run)
+    """Start a script of ``tools`` in a process of its own."""
+    with patch.dict(os.environ, ENVIRONMENT):
+        forkserver.ensure_running()
+    process = _processes.Process(target=_run, args=(script, args, log, cwd, env or {}))
     process.start()
     return process
 
 
+def _run(script: str, args: tuple, log: Path, cwd: Path, env: dict) -> None:
+    with log.open('w') as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    os.chdir(cwd)
+    os.environ.update(env)
+    sys.argv = [str(TOOLS / script), *map(str, args)]
+    runpy.run_path(sys.argv[0], run_name='__main__')
+
+
 def run_tool(script: str, *args: object, cwd: Path, env: dict | None = None) -> Finished:
-    """Run a script of ``tools`` in a forked process, from the folder ``cwd``."""
+    """Run a script of ``tools`` from the folder ``cwd``."""
     log = cwd / 'output.log'
     process = start(script, *args, log=log, cwd=cwd, env=env)
     process.join()
@@ -132,9 +141,7 @@ def write_scenes(folder: Path) -> None:
             images.append(dict(id=index, file_name=f'{index}.png', width=64, height=64))
             box = dict(bbox=[left, top, 24, 24], area=576, iscrowd=0)
             annotations.append(dict(box, id=index + 1, image_id=index, category_id=1))
-        coco = dict(
-            images=images, annotations=annotations, categories=[dict(id=1, name='box')]
-        )
+        coco = dict(images=images, annotations=annotations, categories=[dict(id=1, name='box')])
         (folder / f'{split}.json').write_text(json.dumps(coco))
 
 

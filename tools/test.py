@@ -68,7 +68,7 @@ def enable_tta(cfg: Config) -> None:
         dataset = dataset.dataset
     if cfg.get('default_scope') == 'mmdet':
         set_default_detection_tta(cfg, dataset.pipeline)
-    missing = [name for name in ('tta_model', 'tta_pipeline') if name not in cfg]
+    missing = [name for name in ('tta_model', 'tta_pipeline') if cfg.get(name) is None]
     if missing:
         fail(f'--tta: the config has no {" and no ".join(missing)}')
     dataset.pipeline = cfg.tta_pipeline

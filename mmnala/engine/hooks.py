@@ -24,8 +24,9 @@ class IterationSeedHook(Hook):
     uninterrupted run drew there, with any ``num_workers``.
 
     The order of the samples is mmengine's to restore. So ``randomness.seed`` has to be set, and
-    resuming is exact from any iteration of an ``IterBasedTrainLoop`` (``fast_forward_on_resume``
-    left at False) and from the epoch boundaries of an ``EpochBasedTrainLoop``.
+    resuming is exact from the epoch boundaries of an ``EpochBasedTrainLoop`` and, with mmengine
+    0.10.12 or later, from any iteration of an ``IterBasedTrainLoop`` whose
+    ``fast_forward_on_resume`` is left at False.
     """
 
     priority = 'VERY_HIGH'
