@@ -12,8 +12,11 @@ default_hooks = dict(
     checkpoint=dict(type='CheckpointHook', max_keep_ckpts=2),
     sampler_seed=dict(type='DistSamplerSeedHook'),
 )
-# A run that was interrupted and resumed ends with the same weights as one that was not.
-custom_hooks = [dict(type='IterationSeedHook')]
+custom_hooks = [
+    dict(type='LabelCheckHook'),
+    # A run that was interrupted and resumed ends with the same weights as one that was not.
+    dict(type='IterationSeedHook'),
+]
 log_level = 'INFO'
 load_from = None
 resume = False

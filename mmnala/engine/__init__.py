@@ -1,5 +1,5 @@
-from .data_check import DataCheckHook
 from .hooks import IterationSeedHook
+from .label_check import LabelCheckHook
 from .runner import CPUDistributedRunner
 
-__all__ = ['CPUDistributedRunner', 'DataCheckHook', 'IterationSeedHook']
+__all__ = ['CPUDistributedRunner', 'IterationSeedHook', 'LabelCheckHook']
