@@ -54,10 +54,12 @@ def test_scripts_train_and_evaluate(data, tmp_path, port):
     """dist_train.sh leaves the same weights on both ranks, dist_test.sh the figures of test.py."""
     folder = tmp_path / 'a folder'
     folder.mkdir()
-    config = write_segmentation_config(folder / 'seg.py', data, SYNC_BUFFERS)
+    lines = SYNC_BUFFERS + "sync_bn = 'torch'\n"
+    config = write_segmentation_config(folder / 'seg.py', data, lines)
     options = ['--work-dir', 'the work', '--cfg-options', 'train_cfg.max_iters=6']
     trained = run_script('dist_train.sh', config, 2, *options, cwd=folder, port=port)
     assert trained.returncode == 0, trained.stdout
+    assert 'SyncBN needs a GPU' in trained.stdout
     work = folder / 'the work'
     assert same(weights(work / 'rank0.pth'), weights(work / 'rank1.pth'))
 
