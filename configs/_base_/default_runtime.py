@@ -16,6 +16,8 @@ custom_hooks = [
     dict(type='LabelCheckHook'),
     # A run that was interrupted and resumed ends with the same weights as one that was not.
     dict(type='IterationSeedHook'),
+    # Each process has batch statistics of its own: average them before they are used or saved.
+    dict(type='SyncBuffersHook'),
 ]
 log_level = 'INFO'
 load_from = None

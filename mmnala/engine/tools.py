@@ -22,11 +22,16 @@ def fail(message: object) -> NoReturn:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a script's main function; a file or dataset folder it misses is a one-line error."""
+    """Run a script's main function; a dataset that is missing or empty is a one-line error."""
     try:
         main()
     except FileNotFoundError as error:
         fail(error)
+    except ValueError as error:
+        # mmengine packs the list of images and does not expect an empty one.
+        if str(error) != 'need at least one array to concatenate':
+            raise
+        fail('a dataset of the config is empty: check its data_root, prefixes, suffixes, ann_file')
 
 
 class CfgOptions(DictAction):
