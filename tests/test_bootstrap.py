@@ -1,5 +1,7 @@
 """The set-up script, without a download: its checks, its stamp and its cache of wheels."""
 
+import ast
+import fcntl
 import importlib.util
 import json
 import os
@@ -131,9 +133,6 @@ def test_an_installed_venv_needs_no_second_share_of_the_disk(bootstrap, monkeypa
 
 
 def test_syntax_is_that_of_python_3_6():
-    compile(SCRIPT.read_text(), str(SCRIPT), 'exec')
-    import ast
-
     ast.parse(SCRIPT.read_text(), feature_version=(3, 6))
 
 
@@ -310,6 +309,30 @@ def test_damaged_archive_is_not_stored(bootstrap, tmp_path):
     truncate(wheel)
     with pytest.raises(bootstrap.SetupError, match='the archive is damaged'):
         bootstrap.store_wheel(wheel, tmp_path)
+
+
+def test_a_second_set_up_waits_for_the_first(bootstrap, monkeypatch, tmp_path):
+    lock = tmp_path / 'lock'
+    first = lock.open('a')
+    fcntl.flock(first, fcntl.LOCK_EX)
+    said = []
+
+    def end_the_first(text):
+        said.append(text)
+        first.close()
+
+    monkeypatch.setattr(bootstrap, 'say', end_the_first)
+    with bootstrap.locked(lock):
+        assert said == [f'Waiting for another set-up that holds {lock}']
+
+
+def test_a_command_keeps_the_lock_of_a_killed_set_up(bootstrap, tmp_path):
+    bootstrap.VENV.mkdir()
+    lock = tmp_path / 'lock'
+    inherited = f'import os, sys; sys.exit({str(lock)!r} not in map(os.path.realpath, fds))'
+    code = 'import glob; fds = glob.glob("/proc/self/fd/*"); ' + inherited
+    with bootstrap.locked(lock):
+        bootstrap.run([sys.executable, '-c', code])
 
 
 @pytest.fixture
