@@ -4,7 +4,7 @@ Walls of brick, windows, posters, balls and stars lie over each other on varied 
 class draws its colours from one distribution, so colour says nothing about the class. Instead,
 
 * a striped and a spotted ball differ in texture alone;
-* a star wears the stripes or the spots of the balls, and differs from them in shape alone;
+* a star wears the stripes of a ball, and differs from it in shape;
 * a window and a poster are the same quad: it is a window where it sits in a wall.
 
 Image ``i`` depends on ``(seed, split, i, size)`` and on nothing else.
@@ -13,6 +13,7 @@ Image ``i`` depends on ``(seed, split, i, size)`` and on nothing else.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +36,7 @@ _FILE_NAMES = {'training': 'ADE_train_{:08d}', 'validation': 'ADE_val_{:08d}'}
 _MARKER = 'meta.json'
 
 _BACKGROUND, _WALL, _WINDOW, _POSTER, _STRIPED, _SPOTTED, _STAR = range(len(CLASSES))
-_MIN_VISIBLE = 0.5
+_MIN_VISIBLE = 0.6
 _PLACEMENT_TRIES = 30
 
 
@@ -80,8 +81,9 @@ class _Sprite:
     colours: tuple[np.ndarray, np.ndarray]
 
     def local(self, x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        cos, sin = np.float32(np.cos(self.angle)), np.float32(np.sin(self.angle))
-        dx, dy = x - np.float32(self.x), y - np.float32(self.y)
+        """Coordinates along the sprite's own axes, from its centre, of points in the picture."""
+        cos, sin = math.cos(self.angle), math.sin(self.angle)
+        dx, dy = x - self.x, y - self.y
         return cos * dx + sin * dy, cos * dy - sin * dx
 
 
@@ -96,18 +98,18 @@ def _colour_pair(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
 
 def _distance(sprite: _Sprite, u: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Signed distance in pixels from the outline, negative inside."""
-    width, height = np.float32(sprite.half_width), np.float32(sprite.half_height)
+    width, height = sprite.half_width, sprite.half_height
     if sprite.label in (_STRIPED, _SPOTTED):
         return np.hypot(u, v) - width
     if sprite.label == _STAR:
         # Folding the plane into a tenth of the star leaves one straight edge, from tip to notch.
-        sector = np.float32(np.pi / 5)
+        sector = math.pi / 5
         theta = np.abs((np.arctan2(v, u) + sector) % (2 * sector) - sector)
         radius = np.hypot(u, v)
-        tip, notch = width, width * np.float32(0.55)
-        edge_x, edge_y = notch * np.cos(sector) - tip, notch * np.sin(sector)
+        tip, notch = width, 0.6 * width
+        edge_x, edge_y = notch * math.cos(sector) - tip, notch * math.sin(sector)
         along_x, along_y = radius * np.cos(theta) - tip, radius * np.sin(theta)
-        return (edge_x * along_y - edge_y * along_x) / -np.hypot(edge_x, edge_y)
+        return (edge_y * along_x - edge_x * along_y) / math.hypot(edge_x, edge_y)
     over_u, over_v = np.abs(u) - width, np.abs(v) - height
     outside = np.hypot(np.maximum(over_u, 0), np.maximum(over_v, 0))
     return outside + np.minimum(np.maximum(over_u, over_v), 0)
@@ -120,9 +122,9 @@ def _cover(distance: np.ndarray) -> np.ndarray:
 
 def _pattern(sprite: _Sprite, u: np.ndarray, v: np.ndarray) -> np.ndarray:
     """How much of the second colour each pixel has, 0..1."""
-    pitch = np.float32(sprite.pitch)
+    pitch = sprite.pitch
     if sprite.texture == 'stripes':
-        return _cover(-np.sin(u * (2 * np.pi / pitch)) * pitch / (2 * np.pi))
+        return _cover(-np.sin(u * (2 * math.pi / pitch)) * pitch / (2 * math.pi))
     row = np.floor(v / pitch)
     dv = v - (row + 0.5) * pitch
     if sprite.texture == 'spots':
@@ -133,23 +135,23 @@ def _pattern(sprite: _Sprite, u: np.ndarray, v: np.ndarray) -> np.ndarray:
         du = (u + (row % 2) * pitch) % length - pitch
         joint = np.minimum(pitch - np.abs(du), pitch / 2 - np.abs(dv))
         return _cover(joint - 0.12 * pitch)
-    bar = np.float32(0.16 * min(sprite.half_width, sprite.half_height))
+    bar = 0.16 * min(sprite.half_width, sprite.half_height)
     from_bar = np.minimum(np.abs(u), np.abs(v)) - bar / 2
     from_rim = np.minimum(sprite.half_width - np.abs(u), sprite.half_height - np.abs(v)) - bar
     return _cover(np.minimum(from_bar, from_rim))
 
 
-def _shade(sprite: _Sprite, u: np.ndarray, v: np.ndarray, light: np.ndarray) -> np.ndarray:
+def _shade(sprite: _Sprite, u: np.ndarray, v: np.ndarray, light: tuple[float, float]) -> np.ndarray:
     """Brightness of the surface, about 1; ``light`` is the unit vector towards the light."""
-    cos, sin = np.cos(sprite.angle), np.sin(sprite.angle)
+    cos, sin = math.cos(sprite.angle), math.sin(sprite.angle)
     light_u, light_v = cos * light[0] + sin * light[1], cos * light[1] - sin * light[0]
-    across = (u * np.float32(light_u) + v * np.float32(light_v)) / np.float32(sprite.half_width)
+    across = (u * light_u + v * light_v) / sprite.half_width
     if sprite.label in (_STRIPED, _SPOTTED):
-        radial = (u * u + v * v) / np.float32(sprite.half_width**2)
+        radial = (u * u + v * v) / sprite.half_width**2
         return 0.7 + 0.35 * across + 0.35 * np.sqrt(np.clip(1 - radial, 0, 1))
     if sprite.label == _STAR:
         facet = np.sign(np.sin(5 * np.arctan2(v, u)))
-        return 1 + 0.18 * facet + 0.1 * across
+        return 1 + 0.25 * facet + 0.1 * across
     return 1 + 0.08 * across
 
 
@@ -161,8 +163,8 @@ class _Painter:
         self.size = size
         axis = np.arange(size, dtype=np.float32) + np.float32(0.5)
         self.x, self.y = np.meshgrid(axis, axis)
-        angle = rng.uniform(0, 2 * np.pi)
-        self.light = np.array((np.cos(angle), np.sin(angle)), np.float32)
+        angle = rng.uniform(0, 2 * math.pi)
+        self.light = math.cos(angle), math.sin(angle)
         self.image = self._ground()
         self.owner = np.zeros((size, size), np.int64)
         self.labels = [_BACKGROUND]
@@ -177,20 +179,21 @@ class _Painter:
     def _ground(self) -> np.ndarray:
         rng, size = self.rng, self.size
         first, second = _colour_pair(rng)
-        angle = rng.uniform(0, 2 * np.pi)
-        across = np.cos(angle) * (self.x / size - 0.5) + np.sin(angle) * (self.y / size - 0.5)
-        mix = 0.5 + rng.uniform(0, 0.7) * across + 0.7 * (self._noise(rng.integers(3, 9)) - 0.5)
+        angle = rng.uniform(0, 2 * math.pi)
+        across = math.cos(angle) * (self.x / size - 0.5) + math.sin(angle) * (self.y / size - 0.5)
+        clouds = self._noise(int(rng.integers(3, 7))) - 0.5
+        mix = 0.5 + rng.uniform(0, 0.6) * across + 0.5 * clouds
         texture = rng.choice(('plain', 'grain', 'waves', 'checks'))
         period = rng.uniform(0.08, 0.3)
-        strength = rng.uniform(0.1, 0.25)
+        strength = rng.uniform(0.08, 0.18)
         if texture == 'grain':
             mix = mix + strength * (self._noise(max(size // 3, 4)) - 0.5) * 2
         elif texture == 'waves':
             bend = 0.15 * self._noise(4)
-            mix = mix + strength * np.sin((across + bend) * 2 * np.pi / period)
+            mix = mix + strength * np.sin((across + bend) * 2 * math.pi / period)
         elif texture == 'checks':
-            along = np.cos(angle) * self.y / size - np.sin(angle) * self.x / size
-            checks = np.sin(across * np.pi / period) * np.sin(along * np.pi / period)
+            along = math.cos(angle) * self.y / size - math.sin(angle) * self.x / size
+            checks = np.sin(across * math.pi / period) * np.sin(along * math.pi / period)
             mix = mix + strength * np.clip(checks * period * size / 3, -1, 1)
         mix = np.clip(mix, 0, 1)[..., None].astype(np.float32)
         return first * (1 - mix) + second * mix
@@ -200,7 +203,7 @@ class _Painter:
         rng = self.rng
         half = extent / 2
         half_height = half
-        pitch = max(rng.uniform(0.26, 0.36) * extent, 4.0)
+        pitch = max(rng.uniform(0.3, 0.4) * extent, 4.0)
         if label == _WALL:
             texture, half_height = 'bricks', half * rng.uniform(0.75, 1)
             pitch = max(rng.uniform(0.055, 0.08) * self.size, 3.0)
@@ -214,7 +217,7 @@ class _Painter:
 
     def _window(self, sprite: _Sprite, margin: float) -> tuple[slice, slice]:
         """Rows and columns of the picture that hold the sprite and a margin about it."""
-        reach = np.hypot(sprite.half_width, sprite.half_height) + margin
+        reach = math.hypot(sprite.half_width, sprite.half_height) + margin
 
         def around(centre: float) -> slice:
             first, last = np.clip((centre - reach, centre + reach + 1), 0, self.size).astype(int)
@@ -236,7 +239,7 @@ class _Painter:
         return bool((left >= _MIN_VISIBLE * np.array(self.full_areas))[1:].all())
 
     def _paint(self, sprite: _Sprite) -> None:
-        reach = np.float32(0.03 * self.size)
+        reach = 0.03 * self.size
         at = self._window(sprite, 2 * reach)
         x, y = self.x[at], self.y[at]
         shifted = sprite.local(x + reach * self.light[0] / 2, y + reach * self.light[1] / 2)
@@ -268,8 +271,8 @@ class _Painter:
 
     def add_wall(self) -> None:
         rng, size = self.rng, self.size
-        x, y = rng.uniform(0.2, 0.8, 2) * size
-        self.wall = self._sprite(_WALL, rng.uniform(0.55, 0.8) * size, x, y, self._upright())
+        x, y = (rng.uniform(0.2, 0.8, 2) * size).tolist()
+        self.wall = self._sprite(_WALL, rng.uniform(0.6, 0.85) * size, x, y, self._upright())
         self._add(_WALL, [self.wall])
 
     def add_window(self) -> None:
@@ -282,8 +285,8 @@ class _Painter:
             free -= (window.half_width, window.half_height)
             if (free < 0).any():
                 continue
-            u, v = rng.uniform(-free, free)
-            cos, sin = np.cos(wall.angle), np.sin(wall.angle)
+            u, v = rng.uniform(-free, free).tolist()
+            cos, sin = math.cos(wall.angle), math.sin(wall.angle)
             moved = {'x': wall.x + cos * u - sin * v, 'y': wall.y + sin * u + cos * v}
             if not all(0 < at < self.size for at in moved.values()):
                 continue
@@ -293,13 +296,13 @@ class _Painter:
     def add_object(self, label: int) -> None:
         rng, size = self.rng, self.size
         for _ in range(_PLACEMENT_TRIES):
-            x, y = rng.uniform(0.08, 0.92, 2) * size
+            x, y = (rng.uniform(0.08, 0.92, 2) * size).tolist()
             if label == _POSTER:
                 extent, angle = self._quad_extent(), self._upright()
             else:
-                extent, angle = rng.uniform(0.24, 0.5) * size, rng.uniform(0, 2 * np.pi)
+                extent, angle = rng.uniform(0.26, 0.52) * size, rng.uniform(0, 2 * math.pi)
                 if label == _STAR:
-                    extent *= 1.3  # a star covers less than half of its circle
+                    extent *= 1.3  # a star covers about half of its circle
             if self._add(label, [self._sprite(label, extent, x, y, angle)]):
                 return
 
@@ -310,9 +313,9 @@ class _Painter:
             centre = rng.uniform(0.15, 0.85, 2)
             sprites = []
             for _ in range(rng.integers(8, 15)):
-                x, y = (centre + rng.normal(0, 0.07, 2)) * size
+                x, y = ((centre + rng.normal(0, 0.07, 2)) * size).tolist()
                 extent = rng.uniform(0.12, 0.18) * size
-                sprites.append(self._sprite(label, extent, x, y, rng.uniform(0, 2 * np.pi)))
+                sprites.append(self._sprite(label, extent, x, y, rng.uniform(0, 2 * math.pi)))
             if self._add(label, sprites, iscrowd=True):
                 return
 
@@ -320,30 +323,30 @@ class _Painter:
         return self.rng.uniform(-0.35, 0.35)
 
     def _quad_extent(self) -> float:
-        return self.rng.uniform(0.2, 0.38) * self.size
+        return self.rng.uniform(0.24, 0.42) * self.size
 
     def photograph(self) -> np.ndarray:
         """The finished picture through an imperfect lens: light falling off, blur and noise."""
         rng, size = self.rng, self.size
         slope = (self.x / size - 0.5) * self.light[0] + (self.y / size - 0.5) * self.light[1]
-        image = self.image * (1 + rng.uniform(0, 0.5) * slope[..., None])
-        image = cv2.GaussianBlur(image, (0, 0), rng.uniform(0.2, 0.7) * max(size / 160, 0.5))
-        image = image + rng.normal(0, rng.uniform(0.005, 0.025), image.shape)
-        return (np.clip(image, 0, 1) * 255).round().astype(np.uint8)
+        lit = self.image * (1 + rng.uniform(0, 0.5) * slope[..., None])
+        image = cv2.GaussianBlur(lit, (0, 0), rng.uniform(0.2, 0.7) * max(size / 160, 0.5))
+        noise = rng.normal(0, rng.uniform(0.005, 0.025), image.shape)
+        return (np.clip(image + noise, 0, 1) * 255).round().astype(np.uint8)
 
 
 def draw_scene(seed: int, split: str, index: int, size: int) -> Scene:
     """Draw image ``index`` (from 0) of a split; the same arguments give the same scene."""
     rng = np.random.default_rng((seed, SPLITS.index(split), index))
     painter = _Painter(rng, size)
-    remaining = int(rng.integers(4, 10))
+    remaining = int(rng.integers(4, 8))
     if rng.random() < 0.7:
         painter.add_wall()
-        windows = int(rng.integers(1, 4))
+        windows = int(rng.integers(1, 3))
         for _ in range(windows):
             painter.add_window()
         remaining -= 1 + windows
-    crowd = rng.random() < 0.2
+    crowd = rng.random() < 0.15
     for label in rng.choice((_POSTER, _STRIPED, _SPOTTED, _STAR), max(remaining, 2)).tolist():
         if crowd and label != _POSTER:
             painter.add_crowd(label)
@@ -369,8 +372,10 @@ def _polygons(mask: np.ndarray, left: int, top: int) -> list[list[float]]:
     outlines, _ = cv2.findContours(enlarged, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_NONE)
     polygons = []
     for outline in outlines:
-        corners = cv2.approxPolyDP(outline, 0.4 * scale, closed=True)[:, 0]
-        corners = (corners + 0.5) / scale + (left, top)
+        corners = cv2.approxPolyDP(outline, 0.4 * scale, closed=True)
+        if len(corners) < 3:  # a piece of a pixel or two
+            corners = outline
+        corners = (corners[:, 0] + 0.5) / scale + (left, top)
         polygons.append(corners.ravel().round(2).tolist())
     return polygons
 
