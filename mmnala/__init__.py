@@ -12,7 +12,7 @@ if find_spec('mmengine') is None:
         name='mmengine',
     )
 
-from . import engine  # noqa: E402, registers the hook and the CPU runner
-from .backbones import NaLaFormer  # noqa: E402
+from . import engine
+from .backbones import NaLaFormer
 
-__all__ = ["NaLaFormer", "__version__", "engine"]
+__all__ = ['NaLaFormer', '__version__', 'engine']

@@ -163,7 +163,9 @@ def load_pretrained(
         kept = {k: v for k, v in state.items() if k not in dropped}
         _check_fit(kept, own)
     except RuntimeError as error:
-        raise RuntimeError(f'checkpoint {checkpoint!r} does not fit the backbone: {error}') from None
+        raise RuntimeError(
+            f'checkpoint {checkpoint!r} does not fit the backbone: {error}'
+        ) from None
     model.load_state_dict(kept, strict=False)
     fresh = [k for k in own if k not in kept]
     print_log(

@@ -80,10 +80,16 @@ def test_out_norm_normalises_each_position():
     image = torch.rand(1, 3, 64, 96)
     normed, plain = tiny(), tiny(out_norm=False)
     plain.load_state_dict(
-        {k: v for k, v in normed.state_dict().items() if not k.startswith(('norm0', 'norm1', 'norm2', 'norm3'))}
+        {
+            k: v
+            for k, v in normed.state_dict().items()
+            if not k.startswith(('norm0', 'norm1', 'norm2', 'norm3'))
+        }
     )
     for out, raw in zip(normed.eval()(image), plain.eval()(image), strict=True):
-        expected = (raw - raw.mean(1, keepdim=True)) / (raw.var(1, keepdim=True, unbiased=False) + 1e-6).sqrt()
+        expected = (raw - raw.mean(1, keepdim=True)) / (
+            raw.var(1, keepdim=True, unbiased=False) + 1e-6
+        ).sqrt()
         torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
 
 
@@ -109,10 +115,13 @@ def test_softmax_stage_is_ordinary_attention():
 
     torch.manual_seed(0)
     module = GatedAttention(16, 2, 'softmax', 'signed').double()
-    query, key, value = torch.randn(3, 1, 2, 12, 8, dtype=torch.float64)
+    query, key, value = torch.randn(3, 1, 3, 4, 16, dtype=torch.float64)
     rotary = rotary_table(3, 4, 8, dtype=torch.float64)
-    logits = apply_rotary(query, rotary) @ apply_rotary(key, rotary).mT / 8**0.5
-    torch.testing.assert_close(module._attend(query, key, value, rotary), logits.softmax(-1) @ value)
+    output = module._attend(query, key, value, rotary).flatten(1, 2)
+    for head in (slice(0, 8), slice(8, 16)):
+        q, k, v = (x.flatten(1, 2)[..., head] for x in (query, key, value))
+        logits = apply_rotary(q, rotary) @ apply_rotary(k, rotary).mT / 8**0.5
+        torch.testing.assert_close(output[..., head], logits.softmax(-1) @ v)
 
 
 def test_drop_path_grows_linearly_and_is_off_in_eval():
@@ -231,12 +240,18 @@ def test_constant_image_is_finite():
         (dict(arch=3), 'arch must be a name or a dict, got 3'),
         (dict(arch={**TINY, 'depth': [1]}), "arch must have the keys .*'depths'.* got .*'depth'"),
         (dict(arch={k: v for k, v in TINY.items() if k != 'depths'}), 'arch must have the keys'),
-        (dict(arch={**TINY, 'depths': [1, 1]}), r"arch\['depths'\] must have one value .* \[1, 1\]"),
+        (
+            dict(arch={**TINY, 'depths': [1, 1]}),
+            r"arch\['depths'\] must have one value .* \[1, 1\]",
+        ),
         (dict(arch={**TINY, 'mlp_ratio': [2] * 3}), r"arch\['mlp_ratio'\] must .* \[2, 2, 2\]"),
         (dict(arch={**TINY, 'num_heads': [1, 2, 2, 4]}), 'multiple of 4 .* got 24 / 4'),
         (dict(arch={**TINY, 'channels': [9, 16, 16, 24]}), 'must start even'),
         (dict(arch={**TINY, 'depths': [1, 0, 1, 1]}), r"arch\['depths'\] must be .* 0"),
-        (dict(stage_attention=('nala', 'flash', 'softmax', 'softmax')), "stage_attention .* 'flash'"),
+        (
+            dict(stage_attention=('nala', 'flash', 'softmax', 'softmax')),
+            "stage_attention .* 'flash'",
+        ),
         (dict(stage_attention=('nala',)), 'stage_attention must name 4'),
         (dict(stage_attention='nala'), "stage_attention must name 4 .* got 'nala'"),
         (dict(feature_map='relu'), "feature_map must be one of .* got 'relu'"),

@@ -100,7 +100,10 @@ def test_other_init_cfg_still_works(micro):
 @pytest.mark.parametrize(
     ('change', 'words'),
     [
-        (lambda s: s.pop('layers.1.blocks.1.ffn.fc1.bias'), r'missing \(1\): layers.1.blocks.1.ffn'),
+        (
+            lambda s: s.pop('layers.1.blocks.1.ffn.fc1.bias'),
+            r'missing \(1\): layers.1.blocks.1.ffn',
+        ),
         (lambda s: s.update(extra=torch.zeros(2)), r'unexpected \(1\): extra'),
         (
             lambda s: s.update({'layers.0.blocks.0.gamma_1': torch.ones(1, 8, 1, 1)}),
@@ -125,7 +128,9 @@ def test_what_does_not_fit_is_listed_and_nothing_is_loaded(micro, tmp_path, chan
 
 
 def test_a_whole_models_checkpoint_hints_at_the_prefix(micro, tmp_path):
-    torch.save({f'backbone.{k}': v for k, v in build(micro).state_dict().items()}, tmp_path / 'a.pth')
+    torch.save(
+        {f'backbone.{k}': v for k, v in build(micro).state_dict().items()}, tmp_path / 'a.pth'
+    )
     with pytest.raises(RuntimeError, match="set prefix='backbone.'"):
         build(micro, tmp_path / 'a.pth')
     with pytest.raises(RuntimeError, match=r"prefix 'encoder\.' fits no name"):

@@ -91,7 +91,7 @@ def test_scripts_name_their_arguments(tmp_path, port):
 def test_two_processes_equal_one_with_twice_the_batch(data, tmp_path, port):
     """Without randomness, and with norms that look at one image at a time."""
     lines = """
-model['backbone']['norm_cfg'] = dict(type='GN', num_groups=4)
+model['backbone'].update(norm_cfg=dict(type='GN', num_groups=4), drop_path_rate=0.0)
 model['decode_head'].update(norm_cfg=dict(type='GN', num_groups=4), dropout_ratio=0)
 train_dataloader['dataset']['pipeline'] = test_pipeline
 train_cfg['max_iters'] = 4
@@ -114,7 +114,7 @@ def test_detection_with_unused_parameters_and_a_killed_run(data, tmp_path, port)
     """Both ranks resume to the weights of the uninterrupted run; SyncBN falls back with a word."""
     lines = """
 model['backbone']['norm_cfg'] = dict(type='SyncBN')
-model['backbone'].update(frozen_stages=1, out_indices=(0, 1, 2, 3))
+model['backbone']['frozen_stages'] = 1
 model_wrapper_cfg = dict(type='MMDistributedDataParallel', find_unused_parameters=True)
 """
     kill = ''.join(

@@ -11,7 +11,10 @@ FEATURE_MAPS = ['signed', 'cosine']
 def inputs(tokens=6, dim=8, dtype=torch.float64, scale=1.0):
     generator = torch.Generator().manual_seed(0)
     shape = (2, 3, tokens, dim)
-    return [scale * torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(3)]
+    return [
+        scale * torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+        for _ in range(3)
+    ]
 
 
 @pytest.mark.parametrize('feature_map', FEATURE_MAPS)
@@ -41,7 +44,8 @@ def test_one_head_by_the_explicit_matrix(feature_map):
         phi_q = [size_q * angle_q.cos(), size_q * angle_q.sin()]
         phi_k = [size_k * angle_k.cos(), size_k * angle_k.sin()]
     turned = sum(
-        apply_rotary(q, rotary) @ apply_rotary(k, rotary).T for q, k in zip(phi_q, phi_k, strict=True)
+        apply_rotary(q, rotary) @ apply_rotary(k, rotary).T
+        for q, k in zip(phi_q, phi_k, strict=True)
     )
     plain = sum(q @ k.T for q, k in zip(phi_q, phi_k, strict=True))
     assert (plain >= 0).all()
@@ -145,7 +149,9 @@ def test_rotary_table_by_the_formula():
     cos, sin = rotary_table(2, 3, 12, dtype=torch.float64)
     frequencies = [10000.0 ** (-j / 2) for j in range(3)]
     for token, (row, column) in enumerate((r, c) for r in range(2) for c in range(3)):
-        angles = [row * w for w in frequencies for _ in 'ab'] + [column * w for w in frequencies for _ in 'ab']
+        angles = [row * w for w in frequencies for _ in 'ab'] + [
+            column * w for w in frequencies for _ in 'ab'
+        ]
         expected = torch.tensor(angles, dtype=torch.float64)
         torch.testing.assert_close(cos[token], expected.cos(), atol=1e-12, rtol=0)
         torch.testing.assert_close(sin[token], expected.sin(), atol=1e-12, rtol=0)

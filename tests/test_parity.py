@@ -15,7 +15,9 @@ COUNTED_WITH_HEAD = {'xt': 6.14, 't': 15.91, 's': 25.65, 'b': 52.00, 'l': 95.43}
 def micro_model(golden: Golden, tmp_path, **kwargs) -> NaLaFormer:
     path = tmp_path / 'release.pth'
     torch.save(golden.under('state.'), path)
-    attention = ('nala',) * 4 if 'linear' in golden.path.name else ('nala', 'nala', 'softmax', 'softmax')
+    attention = (
+        ('nala',) * 4 if 'linear' in golden.path.name else ('nala', 'nala', 'softmax', 'softmax')
+    )
     model = NaLaFormer(
         golden.arch,
         stage_attention=attention,

@@ -147,7 +147,7 @@ def write_scenes(folder: Path) -> None:
 
 _RUNTIME = """
 default_scope = '{scope}'
-custom_imports = dict(imports=['toy', 'mmnala.engine'])
+custom_imports = dict(imports=['toy', 'mmnala'])
 randomness = dict(seed=3)
 visualizer = dict(type='{visualizer}', vis_backends=[dict(type='LocalVisBackend')])
 optim_wrapper = dict(optimizer=dict(type='SGD', lr=0.02, momentum=0.9))
@@ -157,6 +157,12 @@ auto_scale_lr = dict(base_batch_size=8)
 val_cfg = test_cfg = dict()
 """
 
+_BACKBONE = """
+backbone = dict(
+    type='NaLaFormer', drop_path_rate=0.2, arch=dict(
+        channels=[8, 16, 16, 24], depths=[1, 1, 1, 1], num_heads=[1, 2, 2, 3], mlp_ratio=2))
+"""
+
 _SEGMENTATION = """
 norm_cfg = dict(type='BN')
 model = dict(
@@ -164,11 +170,10 @@ model = dict(
     data_preprocessor=dict(
         type='SegDataPreProcessor', mean=[90] * 3, std=[60] * 3, bgr_to_rgb=True, size=(32, 32),
         seg_pad_val=255),
-    backbone=dict(
-        type='ResNet', depth=18, stem_channels=8, base_channels=8, strides=(1, 1, 1, 1),
-        norm_cfg=norm_cfg),
+    backbone=backbone,
     decode_head=dict(
-        type='FCNHead', in_channels=64, channels=8, num_convs=1, num_classes=2, dropout_ratio=0.2,
+        type='FCNHead', in_channels=[8, 16, 16, 24], in_index=[0, 1, 2, 3],
+        input_transform='resize_concat', channels=8, num_convs=1, num_classes=2, dropout_ratio=0.2,
         norm_cfg=norm_cfg),
     test_cfg=dict(mode='whole'))
 train_pipeline = [
@@ -213,9 +218,9 @@ model = dict(
     type='RetinaNet',
     data_preprocessor=dict(
         type='DetDataPreprocessor', mean=[90] * 3, std=[60] * 3, pad_size_divisor=32),
-    backbone=dict(type='ResNet', depth=18, stem_channels=8, base_channels=8),
+    backbone=backbone,
     neck=dict(
-        type='FPN', in_channels=[8, 16, 32, 64], out_channels=16, start_level=1, num_outs=3),
+        type='FPN', in_channels=[8, 16, 16, 24], out_channels=16, start_level=1, num_outs=3),
     bbox_head=dict(
         type='RetinaHead', num_classes=1, in_channels=16, stacked_convs=1, feat_channels=16,
         anchor_generator=dict(
@@ -259,12 +264,12 @@ default_hooks = dict(
 def write_segmentation_config(path: Path, data: Path, extra: str = '') -> Path:
     """Write an mmseg config (10 iterations, a checkpoint every 4) with ``extra`` lines."""
     runtime = _RUNTIME.format(scope='mmseg', visualizer='SegLocalVisualizer')
-    path.write_text(runtime + _SEGMENTATION.replace('{data}', str(data)) + extra)
+    path.write_text(runtime + _BACKBONE + _SEGMENTATION.replace('{data}', str(data)) + extra)
     return path
 
 
 def write_detection_config(path: Path, data: Path, extra: str = '') -> Path:
     """Write an mmdet config (3 epochs of 5 iterations) with ``extra`` lines."""
     runtime = _RUNTIME.format(scope='mmdet', visualizer='DetLocalVisualizer')
-    path.write_text(runtime + _DETECTION.replace('{data}', str(data)) + extra)
+    path.write_text(runtime + _BACKBONE + _DETECTION.replace('{data}', str(data)) + extra)
     return path

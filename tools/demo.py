@@ -71,9 +71,7 @@ def train(work_dir: Path, data: Path, options: list[str], max_iters: int) -> Non
             match = re.search(r'Iter\(train\) \[\s*(\d+)/\d+\].*?\sloss: ([\d.]+)', line)
             if match is None:
                 return
-            progress.update(
-                bar, completed=int(match[1]), description=f'training, loss {match[2]}'
-            )
+            progress.update(bar, completed=int(match[1]), description=f'training, loss {match[2]}')
             if not console.is_terminal:
                 console.print(f'iteration {match[1]} of {max_iters}, loss {match[2]}')
 
@@ -168,12 +166,16 @@ def main() -> None:
         raise SystemExit(1)
 
     max_iters = args.max_iters or Config.fromfile(CONFIG).train_cfg.max_iters
-    options = [f'{loader}_dataloader.dataset.data_root={data}' for loader in ('train', 'val', 'test')]
+    options = [
+        f'{loader}_dataloader.dataset.data_root={data}' for loader in ('train', 'val', 'test')
+    ]
     training = [*options, 'default_hooks.logger.interval=10', 'randomness.seed=0']
     if args.max_iters:
         training += [f'train_cfg.max_iters={max_iters}', f'train_cfg.val_interval={max_iters}']
         training += [f'default_hooks.checkpoint.interval={max_iters}']
-    console.print(f'Training {CONFIG.relative_to(ROOT)} from scratch; log: {work_dir / "train.log"}')
+    console.print(
+        f'Training {CONFIG.relative_to(ROOT)} from scratch; log: {work_dir / "train.log"}'
+    )
     train(work_dir, data, training, max_iters)
 
     console.print('Evaluating on the validation images')

@@ -3,8 +3,8 @@
 "Norm x Direction: Restoring the Missing Query Norm in Vision Linear Attention", ICML 2026,
 arXiv 2506.21137. Computes what the public ImageNet release computes; new here are the ``cosine``
 feature map of the paper, the freedom to choose each stage's attention, and the interface of an
-OpenMMLab backbone. Feature maps travel as ``(B, H, W, C)`` between stem and output, so linear layers
-and norms need no layout change and convolutions see channels-last memory.
+OpenMMLab backbone. Feature maps travel as ``(B, H, W, C)`` between stem and output, so linear
+layers and norms need no layout change and convolutions see channels-last memory.
 """
 
 from collections.abc import Mapping, Sequence
@@ -135,15 +135,18 @@ class GatedAttention(nn.Module):
     def forward(self, x: Tensor, rotary: Rotary) -> Tensor:
         """``(B, H, W, C)`` to the same shape; ``rotary`` as in :func:`~mmnala.ops.rotary_table`."""
         query, key, value, gate = self.qkvg(x).chunk(4, dim=-1)
-        heads = self._attend(*(self._split_heads(t) for t in (query, key, value)), rotary)
-        merged = heads.transpose(1, 2).reshape(x.shape)
-        return self.out_proj(self.ln(merged + self.lepe(value)) * F.silu(gate))
+        heads = self._attend(query, key, value, rotary)
+        return self.out_proj(self.ln(heads + self.lepe(value)) * F.silu(gate))
 
     def _attend(self, query: Tensor, key: Tensor, value: Tensor, rotary: Rotary) -> Tensor:
+        shape = value.shape
+        query, key, value = (self._split_heads(x) for x in (query, key, value))
         if self.attention == 'nala':
-            return nala_attention(query, key, value, rotary, self.feature_map)
-        query, key = (apply_rotary(t, rotary).to(value.dtype) for t in (query, key))
-        return F.scaled_dot_product_attention(query, key, value)
+            heads = nala_attention(query, key, value, rotary, self.feature_map)
+        else:
+            query, key = (apply_rotary(x, rotary).to(value.dtype) for x in (query, key))
+            heads = F.scaled_dot_product_attention(query, key, value)
+        return heads.transpose(1, 2).reshape(shape)
 
     def _split_heads(self, x: Tensor) -> Tensor:
         """``(B, H, W, C)`` to ``(B, heads, H * W, C / heads)``."""
@@ -205,17 +208,18 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.downsample = downsample
 
-    def forward(self, x: Tensor, with_cp: bool = False) -> Tensor:
-        """``(B, C, H, W)`` to the same shape, before downsampling."""
+    def forward(self, x: Tensor, with_cp: bool = False) -> tuple[Tensor, Tensor]:
+        """``(B, C, H, W)`` to the stage's output, of the same shape, and the next stage's input."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        rotary = rotary_table(*x.shape[-2:], self.head_dim, device=x.device, dtype=dtype)
+        rotary = rotary_table(x.shape[2], x.shape[3], self.head_dim, device=x.device, dtype=dtype)
         x = x.permute(0, 2, 3, 1)
         for block in self.blocks:
             if with_cp and torch.is_grad_enabled():
                 x = checkpoint(block, x, rotary, use_reentrant=False)
             else:
                 x = block(x, rotary)
-        return x.permute(0, 3, 1, 2)
+        x = x.permute(0, 3, 1, 2)
+        return x, x if self.downsample is None else self.downsample(x)
 
 
 @register_backbone
@@ -228,8 +232,8 @@ class NaLaFormer(BaseModule):
             (one integer a stage), ``mlp_ratio`` (or ``mlp_ratios``; one number, or one a stage)
             and optionally ``layer_scale_init`` (likewise, default 1) and ``drop_path_rate``.
         in_channels (int): Channels of the image. Defaults to 3.
-        out_indices (Sequence[int]): Stages to return, counted from 0; stages behind the last one are
-            not built. Defaults to (0, 1, 2, 3).
+        out_indices (Sequence[int]): Stages to return, counted from 0; stages behind the last one
+            are not built. Defaults to (0, 1, 2, 3).
         stage_attention (Sequence[str]): Each stage's attention, ``'nala'`` (linear) or
             ``'softmax'``. Defaults to ('nala', 'nala', 'softmax', 'softmax').
         feature_map (str): Feature map of the linear attention, ``'signed'`` (the release) or
@@ -260,6 +264,7 @@ class NaLaFormer(BaseModule):
         [(1, 128, 5, 4), (1, 384, 3, 2)]
     """
 
+    init_cfg: Any
     out_channels: Any = {
         name: ARCHS[short]['channels']
         for name, short in ({short: short for short in ARCHS} | ARCH_WORDS).items()
@@ -273,7 +278,7 @@ class NaLaFormer(BaseModule):
         stage_attention: Sequence[str] = ('nala', 'nala', 'softmax', 'softmax'),
         feature_map: str = 'signed',
         drop_path_rate: float | None = None,
-        norm_cfg: Mapping[str, Any] = {'type': 'BN'},  # noqa: B006, read only
+        norm_cfg: Mapping[str, Any] = {'type': 'BN'},
         norm_eval: bool = False,
         frozen_stages: int = -1,
         out_norm: bool = True,
@@ -323,7 +328,7 @@ class NaLaFormer(BaseModule):
         self.patch_embed = Stem(in_channels, channels[0], dict(norm_cfg))
         drop_paths = iter(np.linspace(0, drop_path_rate, sum(depths)).tolist())
         self.layers = nn.ModuleList()
-        # Stages that are not returned would only hold parameters without a gradient (an error in DDP).
+        # Stages behind the last output would hold parameters without gradient, an error in DDP.
         last = self.out_indices[-1]
         for i in range(last + 1):
             blocks = [
@@ -368,17 +373,15 @@ class NaLaFormer(BaseModule):
         x = self.patch_embed(x.contiguous(memory_format=torch.channels_last))
         outputs = []
         for i, stage in enumerate(self.layers):
-            x = stage(x, self.with_cp)
+            output, x = stage(x, self.with_cp)
             if i in self.out_indices:
-                outputs.append(self._normalise(x, i))
-            if stage.downsample is not None:
-                x = stage.downsample(x)
+                outputs.append(self._normalise(output, i))
         return tuple(outputs)
 
     def _normalise(self, x: Tensor, stage: int) -> Tensor:
         if not self.out_norm:
             return x
-        norm = getattr(self, f'norm{stage}')
+        norm = self.get_submodule(f'norm{stage}')
         return norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
     def init_weights(self) -> None:
@@ -414,7 +417,7 @@ class NaLaFormer(BaseModule):
 
 
 def _init_convolution(module: nn.Module) -> None:
-    """Convolutions as the release initialises them; linear layers and norms keep torch's default."""
+    """Convolutions as in the release; linear layers and norms keep torch's default."""
     if isinstance(module, nn.Conv2d):
         trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:

@@ -32,7 +32,7 @@ class LabelCheckHook(Hook):
         model = getattr(runner.model, 'module', runner.model)
         num_classes = getattr(getattr(model, 'decode_head', None), 'num_classes', None)
         classes = getattr(runner.train_dataloader.dataset, 'metainfo', {}).get('classes')
-        if None not in (num_classes, classes) and num_classes != len(classes):
+        if classes is not None and num_classes not in (None, len(classes)):
             raise ValueError(
                 f'decode_head.num_classes must be {len(classes)}, the number of classes of the '
                 f'training set, got {num_classes}'

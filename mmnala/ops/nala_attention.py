@@ -104,9 +104,9 @@ def nala_attention(
         phi_query, phi_key = FEATURE_MAPS[feature_map](query, key)
         normaliser = phi_query @ phi_key.mean(dim=-2).unsqueeze(-1) + EPS
         if rotary is not None:
-            tables = tuple(torch.cat((table, table), dim=-1).to(compute_dtype) for table in rotary)
-            phi_query = apply_rotary(phi_query, tables)
-            phi_key = apply_rotary(phi_key, tables)
+            cos, sin = (torch.cat((table, table), dim=-1).to(compute_dtype) for table in rotary)
+            phi_query = apply_rotary(phi_query, (cos, sin))
+            phi_key = apply_rotary(phi_key, (cos, sin))
         state = phi_key.transpose(-2, -1) @ (values / values.shape[-2])
         return (phi_query @ state / normaliser).to(value.dtype)
 
