@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, get_worker_info
 _LOADING, _TRAINING = 0, 1
 
 
-@HOOKS.register_module()
+@HOOKS.register_module(force=True)
 class IterationSeedHook(Hook):
     """Seed Python, NumPy and torch anew for every training iteration.
 

@@ -9,7 +9,7 @@ from mmengine.runner import Runner
 from torch import Tensor
 
 
-@HOOKS.register_module()
+@HOOKS.register_module(force=True)
 class LabelCheckHook(Hook):
     """Refuse semantic labels outside the dataset's classes, and a head with other classes.
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 
-@RUNNERS.register_module()
+@RUNNERS.register_module(force=True)
 class CPUDistributedRunner(Runner):
     """Runner whose processes talk over gloo and keep their models on the CPU.
 
