@@ -15,7 +15,7 @@ def main() -> None:
     parser.add_argument('--num-train', type=int, default=400, help='training images')
     parser.add_argument('--num-val', type=int, default=100, help='validation images')
     parser.add_argument(
-        '--size', type=int, default=160, help='side of the square images, in pixels'
+        '--size', type=int, default=128, help='side of the square images, in pixels'
     )
     parser.add_argument('--seed', type=int, default=0, help='another seed, other images')
     parser.add_argument(

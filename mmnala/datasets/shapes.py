@@ -300,7 +300,7 @@ class _Painter:
             if label == _POSTER:
                 extent, angle = self._quad_extent(), self._upright()
             else:
-                extent, angle = rng.uniform(0.26, 0.52) * size, rng.uniform(0, 2 * math.pi)
+                extent, angle = rng.uniform(0.28, 0.55) * size, rng.uniform(0, 2 * math.pi)
                 if label == _STAR:
                     extent *= 1.3  # a star covers about half of its circle
             if self._add(label, [self._sprite(label, extent, x, y, angle)]):
@@ -484,7 +484,7 @@ def make_dataset(
     out: str | os.PathLike,
     num_train: int = 400,
     num_val: int = 100,
-    size: int = 160,
+    size: int = 128,
     seed: int = 0,
     overwrite: bool = False,
     workers: int = os.cpu_count() or 1,
