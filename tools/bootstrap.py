@@ -454,6 +454,7 @@ def store_wheel(wheel, folder):
 
 
 def build_environment(compiler, cuda, facts, folder):
+    """Our environment less what would compile anything that the wheel's key does not name."""
     env = {
         name: value
         for name, value in os.environ.items()
@@ -467,12 +468,6 @@ def build_environment(compiler, cuda, facts, folder):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()
     memory = os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES')
     env.setdefault('MAX_JOBS', str(max(1, min(cores, int(memory / JOB_MEMORY)))))
-    if shutil.which('ccache') and 'ccache' not in compiler:
-        env.update(
-            CXX='ccache ' + compiler,
-            CCACHE_BASEDIR=str(folder),
-            CCACHE_SLOPPINESS='pch_defines,time_macros,include_file_mtime,include_file_ctime',
-        )
     return env
 
 
