@@ -8,9 +8,7 @@ _base_ = [
 
 model = dict(
     data_preprocessor=dict(size=_base_.crop_size),
-    backbone=dict(drop_path_rate=0.0),  # too short a training to overfit
     decode_head=dict(num_classes=7),
     auxiliary_head=dict(num_classes=7),
 )
 default_hooks = dict(checkpoint=dict(interval=200))
-optim_wrapper = dict(optimizer=dict(lr=2e-3))
