@@ -1,4 +1,4 @@
-# The demo: from scratch on CPU or GPU, 600 iterations of 8 crops of 128x128.
+# The demo: from scratch on CPU or GPU, 1000 iterations of 8 crops of 128x128.
 _base_ = [
     '../_base_/models/upernet_nala-xt_narrow.py',
     '../_base_/datasets/shapes.py',
@@ -11,4 +11,9 @@ model = dict(
     decode_head=dict(num_classes=7),
     auxiliary_head=dict(num_classes=7),
 )
+param_scheduler = [
+    dict(type='LinearLR', start_factor=1e-6, by_epoch=False, begin=0, end=50),
+    dict(type='PolyLR', power=1.0, eta_min=0.0, by_epoch=False, begin=50, end=1000),
+]
+train_cfg = dict(max_iters=1000)
 default_hooks = dict(checkpoint=dict(interval=200))
