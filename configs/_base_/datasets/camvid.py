@@ -1,6 +1,7 @@
 # CamVid in the SegNet split at 240x180: images/{train,val}/NAME.jpg and annotations/{train,val}/
 # NAME.png with class numbers 0 to 10, 255 for void.
-dataset_type = 'BaseSegDataset'
+_base_ = './small_segmentation.py'
+
 data_root = 'data/camvid_small'
 crop_size = (128, 160)
 metainfo = dict(
@@ -27,32 +28,18 @@ test_pipeline = [
     dict(type='LoadAnnotations'),
     dict(type='PackSegInputs'),
 ]
-train_dataloader = dict(
-    batch_size=8,
-    num_workers=2,
-    persistent_workers=True,
-    sampler=dict(type='InfiniteSampler', shuffle=True),
-    dataset=dict(
-        type=dataset_type,
-        data_root=data_root,
-        metainfo=metainfo,
-        data_prefix=dict(img_path='images/train', seg_map_path='annotations/train'),
-        pipeline=train_pipeline,
-    ),
+train_dataset = dict(
+    data_root=data_root,
+    metainfo=metainfo,
+    data_prefix=dict(img_path='images/train', seg_map_path='annotations/train'),
+    pipeline=train_pipeline,
 )
-val_dataloader = dict(
-    batch_size=1,
-    num_workers=2,
-    persistent_workers=True,
-    sampler=dict(type='DefaultSampler', shuffle=False),
-    dataset=dict(
-        type=dataset_type,
-        data_root=data_root,
-        metainfo=metainfo,
-        data_prefix=dict(img_path='images/val', seg_map_path='annotations/val'),
-        pipeline=test_pipeline,
-    ),
+val_dataset = dict(
+    data_root=data_root,
+    metainfo=metainfo,
+    data_prefix=dict(img_path='images/val', seg_map_path='annotations/val'),
+    pipeline=test_pipeline,
 )
-test_dataloader = val_dataloader
-val_evaluator = dict(type='IoUMetric', iou_metrics=['mIoU'])
-test_evaluator = val_evaluator
+train_dataloader = dict(dataset=train_dataset)
+val_dataloader = dict(dataset=val_dataset)
+test_dataloader = dict(dataset=val_dataset)

@@ -1,5 +1,6 @@
 # The drawn data set of tools/make_demo_dataset.py, in ADE20K's layout.
-dataset_type = 'BaseSegDataset'
+_base_ = './small_segmentation.py'
+
 data_root = 'data/shapes'
 crop_size = (128, 128)
 metainfo = dict(
@@ -22,38 +23,20 @@ test_pipeline = [
     dict(type='LoadAnnotations', reduce_zero_label=True),
     dict(type='PackSegInputs'),
 ]
-train_dataloader = dict(
-    batch_size=8,
-    num_workers=2,
-    persistent_workers=True,
-    sampler=dict(type='InfiniteSampler', shuffle=True),
-    dataset=dict(
-        type=dataset_type,
-        data_root=data_root,
-        metainfo=metainfo,
-        data_prefix=dict(img_path='images/training', seg_map_path='annotations/training'),
-        img_suffix='.jpg',
-        seg_map_suffix='.png',
-        reduce_zero_label=True,
-        pipeline=train_pipeline,
-    ),
+train_dataset = dict(
+    data_root=data_root,
+    metainfo=metainfo,
+    data_prefix=dict(img_path='images/training', seg_map_path='annotations/training'),
+    reduce_zero_label=True,
+    pipeline=train_pipeline,
 )
-val_dataloader = dict(
-    batch_size=1,
-    num_workers=2,
-    persistent_workers=True,
-    sampler=dict(type='DefaultSampler', shuffle=False),
-    dataset=dict(
-        type=dataset_type,
-        data_root=data_root,
-        metainfo=metainfo,
-        data_prefix=dict(img_path='images/validation', seg_map_path='annotations/validation'),
-        img_suffix='.jpg',
-        seg_map_suffix='.png',
-        reduce_zero_label=True,
-        pipeline=test_pipeline,
-    ),
+val_dataset = dict(
+    data_root=data_root,
+    metainfo=metainfo,
+    data_prefix=dict(img_path='images/validation', seg_map_path='annotations/validation'),
+    reduce_zero_label=True,
+    pipeline=test_pipeline,
 )
-test_dataloader = val_dataloader
-val_evaluator = dict(type='IoUMetric', iou_metrics=['mIoU'])
-test_evaluator = val_evaluator
+train_dataloader = dict(dataset=train_dataset)
+val_dataloader = dict(dataset=val_dataset)
+test_dataloader = dict(dataset=val_dataset)
