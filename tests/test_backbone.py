@@ -29,6 +29,12 @@ def test_output_sides_are_rounded_up(size, batch):
         assert out.isfinite().all()
 
 
+def test_shapes_on_the_meta_device():
+    with torch.device('meta'):
+        outputs = tiny()(torch.zeros(2, 3, 64, 96))
+    assert [tuple(out.shape[2:]) for out in outputs] == [(16, 24), (8, 12), (4, 6), (2, 3)]
+
+
 def test_outputs_are_channels_last():
     for out in tiny().eval()(torch.rand(2, 3, 64, 64)):
         assert out.is_contiguous(memory_format=torch.channels_last)

@@ -98,7 +98,9 @@ def nala_attention(
         TypeError: If a tensor is not real floating point.
     """
     _check_inputs(query, key, value, rotary, feature_map)
-    with torch.autocast(value.device.type, enabled=False):
+    # Autocast knows no meta device (shape and FLOP counting), so there the CPU's is switched off.
+    device_type = 'cpu' if value.is_meta else value.device.type
+    with torch.autocast(device_type, enabled=False):
         compute_dtype = torch.promote_types(value.dtype, torch.float32)
         query, key, values = (x.to(compute_dtype) for x in (query, key, value))
         phi_query, phi_key = FEATURE_MAPS[feature_map](query, key)
