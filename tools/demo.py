@@ -72,7 +72,7 @@ def train(work_dir: Path, data: Path, options: list[str], max_iters: int) -> Non
             if match is None:
                 return
             progress.update(bar, completed=int(match[1]), description=f'training, loss {match[2]}')
-            if not console.is_terminal:
+            if not console.is_terminal and int(match[1]) % max(max_iters // 20, 1) == 0:
                 console.print(f'iteration {match[1]} of {max_iters}, loss {match[2]}')
 
         command = tool('train.py', CONFIG, '--work-dir', work_dir, '--cfg-options', *options)
@@ -92,7 +92,7 @@ def evaluate(work_dir: Path, options: list[str]) -> None:
         if line.startswith(('+', '|')):
             console.print(line, end='', markup=False, highlight=False)
         if match := re.search(r'aAcc.*mIoU: ([\d.]+)', line):
-            console.print(f'mIoU {match[1]} on {work_dir / "data/images/validation"}')
+            console.print(f'mIoU {float(match[1]):.1f} % on {work_dir / "data/images/validation"}')
 
     run_logged(command, work_dir / 'test.log', show)
 
