@@ -119,7 +119,7 @@ def test_softmax_stage_is_ordinary_attention():
     from mmnala.ops import apply_rotary, rotary_table
 
     torch.manual_seed(0)
-    module = GatedAttention(16, 2, 'softmax', 'signed').double()
+    module = GatedAttention(16, 2, 'softmax', 'signed', 'auto').double()
     query, key, value = torch.randn(3, 1, 3, 4, 16, dtype=torch.float64)
     rotary = rotary_table(3, 4, 8, dtype=torch.float64)
     output = module._attend(query, key, value, rotary).flatten(1, 2)
@@ -260,6 +260,7 @@ def test_constant_image_is_finite():
         (dict(stage_attention=('nala',)), 'stage_attention must name 4'),
         (dict(stage_attention='nala'), "stage_attention must name 4 .* got 'nala'"),
         (dict(feature_map='relu'), "feature_map must be one of .* got 'relu'"),
+        (dict(attn_impl='fused'), "attn_impl must be 'auto' or one of .* got 'fused'"),
         (dict(out_indices=(0, 4)), r'out_indices must be .* got \(0, 4\)'),
         (dict(out_indices=(-1,)), r'out_indices must be .* got \(-1,\)'),
         (dict(out_indices=()), r'out_indices must be .* got \(\)'),

@@ -1,11 +1,21 @@
-"""The operator: gradients, numerics at the edges, bad input."""
+"""The operator on every path: gradients, numerics at the edges, bad input."""
+
+from functools import partial
 
 import pytest
 import torch
 
-from mmnala.ops import apply_rotary, nala_attention, rotary_table
+from mmnala.ops import ATTN_IMPLS, apply_rotary, lean, nala_attention, rotary_table
 
 FEATURE_MAPS = ['signed', 'cosine']
+
+
+@pytest.fixture(params=ATTN_IMPLS)
+def attention(request, monkeypatch):
+    """The operator on each path, with several chunks even of a few tokens."""
+    monkeypatch.setattr(lean, 'CHUNK_ELEMENTS', 1)
+    monkeypatch.setattr(lean, 'MIN_CHUNK', 4)
+    return partial(nala_attention, attn_impl=request.param)
 
 
 def inputs(tokens=6, dim=8, dtype=torch.float64, scale=1.0):
@@ -19,16 +29,16 @@ def inputs(tokens=6, dim=8, dtype=torch.float64, scale=1.0):
 
 @pytest.mark.parametrize('feature_map', FEATURE_MAPS)
 @pytest.mark.parametrize('rotary', [False, True])
-def test_gradcheck(feature_map, rotary):
+def test_gradcheck(attention, feature_map, rotary):
     tensors = [x.requires_grad_() for x in inputs()]
     tables = rotary_table(2, 3, 8, dtype=torch.float64) if rotary else None
     assert torch.autograd.gradcheck(
-        lambda q, k, v: nala_attention(q, k, v, tables, feature_map), tensors, atol=1e-6
+        lambda q, k, v: attention(q, k, v, tables, feature_map), tensors, atol=1e-6
     )
 
 
 @pytest.mark.parametrize('feature_map', FEATURE_MAPS)
-def test_one_head_by_the_explicit_matrix(feature_map):
+def test_one_head_by_the_explicit_matrix(attention, feature_map):
     """The published formula written token by token, with N x N weights instead of the state."""
     query, key, value = (x[0, 0] for x in inputs())
     rotary = rotary_table(2, 3, 8, dtype=torch.float64)
@@ -50,12 +60,12 @@ def test_one_head_by_the_explicit_matrix(feature_map):
     plain = sum(q @ k.T for q, k in zip(phi_q, phi_k, strict=True))
     assert (plain >= 0).all()
     expected = turned / 6 @ value / (plain.mean(dim=-1, keepdim=True) + 1e-6)
-    actual = nala_attention(*(x[None, None] for x in (query, key, value)), rotary, feature_map)
+    actual = attention(*(x[None, None] for x in (query, key, value)), rotary, feature_map)
     torch.testing.assert_close(actual[0, 0], expected, atol=1e-12, rtol=1e-10)
 
 
 @pytest.mark.parametrize('feature_map', FEATURE_MAPS)
-def test_attention_sharpens_with_the_query_norm(feature_map):
+def test_attention_sharpens_with_the_query_norm(attention, feature_map):
     query, key, _ = (x[:1, :1] for x in inputs(tokens=64))
     identity = torch.eye(64, dtype=torch.float64)
     direction = query / query.norm(dim=-1, keepdim=True)
@@ -64,7 +74,7 @@ def test_attention_sharpens_with_the_query_norm(feature_map):
         # Values that read out the weights, eight tokens at a time: d channels hold d columns.
         weights = torch.cat(
             [
-                nala_attention(norm * direction, key, columns[None, None], feature_map=feature_map)
+                attention(norm * direction, key, columns[None, None], feature_map=feature_map)
                 for columns in identity.split(8, dim=1)
             ],
             dim=-1,
@@ -75,14 +85,14 @@ def test_attention_sharpens_with_the_query_norm(feature_map):
 
 @pytest.mark.parametrize('feature_map', FEATURE_MAPS)
 @pytest.mark.parametrize('zeroed', ['query', 'key', 'both'])
-def test_zero_vectors_give_zero_output_and_finite_gradients(feature_map, zeroed):
+def test_zero_vectors_give_zero_output_and_finite_gradients(attention, feature_map, zeroed):
     query, key, value = inputs()
     if zeroed != 'key':
         query[:, :, 2] = 0
     if zeroed != 'query':
         key[:] = 0
     tensors = [x.requires_grad_() for x in (query, key, value)]
-    output = nala_attention(*tensors, rotary_table(2, 3, 8, dtype=torch.float64), feature_map)
+    output = attention(*tensors, rotary_table(2, 3, 8, dtype=torch.float64), feature_map)
     zero = output if zeroed != 'query' else output[:, :, 2]
     assert (zero == 0).all()
     output.sum().backward()
@@ -90,10 +100,10 @@ def test_zero_vectors_give_zero_output_and_finite_gradients(feature_map, zeroed)
 
 
 @pytest.mark.parametrize('feature_map', FEATURE_MAPS)
-def test_one_token_attends_to_itself(feature_map):
+def test_one_token_attends_to_itself(attention, feature_map):
     """With one token the weights cancel but for the 1e-6 in the normaliser."""
     query, key, value = inputs(tokens=1)
-    output = nala_attention(query, 10 * key, value, feature_map=feature_map)
+    output = attention(query, 10 * key, value, feature_map=feature_map)
     torch.testing.assert_close(output, value, atol=1e-4, rtol=1e-4)
 
 
@@ -102,13 +112,13 @@ def test_one_token_attends_to_itself(feature_map):
     ('dtype', 'tolerance'), [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 1e-2)]
 )
 @pytest.mark.parametrize('scale', [1e-3, 1.0, 1e3])
-def test_low_precision_follows_float64(feature_map, dtype, tolerance, scale):
+def test_low_precision_follows_float64(attention, feature_map, dtype, tolerance, scale):
     query, key, value = inputs(dtype=dtype)
     key = (scale * key.double()).to(dtype)
     tensors = [x.detach().requires_grad_() for x in (query, key, value)]
-    output = nala_attention(*tensors, feature_map=feature_map)
+    output = attention(*tensors, feature_map=feature_map)
     assert output.dtype == dtype
-    exact = nala_attention(*(x.detach().double() for x in tensors), feature_map=feature_map)
+    exact = attention(*(x.detach().double() for x in tensors), feature_map=feature_map)
     error = (output.double() - exact).abs().max() / exact.abs().max()
     assert error < tolerance
     output.float().square().mean().backward()
@@ -116,16 +126,17 @@ def test_low_precision_follows_float64(feature_map, dtype, tolerance, scale):
 
 
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
-def test_autocast_does_not_lower_the_operator(dtype):
+def test_autocast_does_not_lower_the_operator(attention, dtype):
     query, key, value = inputs(dtype=torch.float32)
     with torch.autocast('cpu', dtype=dtype):
-        output = nala_attention(query, 1e3 * key, value)
-    assert torch.equal(output, nala_attention(query, 1e3 * key, value))
+        output = attention(query, 1e3 * key, value)
+    assert torch.equal(output, attention(query, 1e3 * key, value))
 
 
 @pytest.mark.parametrize(
     ('change', 'error', 'words'),
     [
+        (dict(attn_impl='fused'), ValueError, "attn_impl must be 'auto' or one of .* 'fused'"),
         (dict(feature_map='relu'), ValueError, "feature_map must be one of .* got 'relu'"),
         (dict(key=torch.zeros(2, 3, 5, 8)), ValueError, r'share one shape .*\(2, 3, 5, 8\)'),
         (dict(query=torch.zeros(6, 8)), ValueError, r'share one shape .*\(6, 8\)'),
@@ -133,16 +144,16 @@ def test_autocast_does_not_lower_the_operator(dtype):
         (dict(rotary=rotary_table(2, 2, 8)), ValueError, r'rotary must be .*\(6, 8\).*\(4, 8\)'),
     ],
 )
-def test_bad_input(change, error, words):
+def test_bad_input(attention, change, error, words):
     arguments = dict(zip(('query', 'key', 'value'), inputs(dtype=torch.float32), strict=True))
     with pytest.raises(error, match=words):
-        nala_attention(**arguments | change)
+        attention(**arguments | change)
 
 
-def test_empty_input():
+def test_empty_input(attention):
     empty = torch.zeros(1, 1, 0, 8)
     with pytest.raises(ValueError, match='must have tokens'):
-        nala_attention(empty, empty, empty)
+        attention(empty, empty, empty)
 
 
 def test_rotary_table_by_the_formula():
@@ -162,3 +173,45 @@ def test_rotary_table_by_the_formula():
 def test_rotary_table_refuses_other_head_dims(head_dim):
     with pytest.raises(ValueError, match=f'head_dim must be .* got {head_dim}'):
         rotary_table(2, 2, head_dim)
+
+
+@pytest.mark.parametrize('feature_map', FEATURE_MAPS)
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize('dim', [4, 32, 96])
+def test_paths_agree(monkeypatch, feature_map, dtype, dim):
+    """Output and gradients, on strided inputs as the module passes them, chunks of odd sizes."""
+    monkeypatch.setattr(lean, 'CHUNK_ELEMENTS', 1)
+    monkeypatch.setattr(lean, 'MIN_CHUNK', 19)
+    torch.manual_seed(0)
+    packed = torch.randn(2, 77, 3, 2, dim).to(dtype)
+    weight = torch.randn(2, 2, 77, dim)
+    tables = rotary_table(7, 11, dim)
+    results = {}
+    for impl in ATTN_IMPLS:
+        leaf = packed.clone().requires_grad_()
+        query, key, value = (x.transpose(1, 2) for x in leaf.unbind(2))
+        output = nala_attention(query, key, value, tables, feature_map, impl)
+        (output * weight).sum().backward()
+        results[impl] = (output.detach().float(), leaf.grad.float())
+    for impl, pair in results.items():
+        for actual, expected in zip(pair, results['plain'], strict=True):
+            error = (actual - expected).abs().max() / expected.abs().max()
+            assert error < (1e-5 if dtype == torch.float32 else 1e-2), impl
+
+
+@pytest.mark.parametrize('attn_impl', ['auto', *ATTN_IMPLS])
+def test_no_temporary_of_full_size_is_kept(attn_impl):
+    """What the lean path keeps for the backward pass are its inputs, tables and the state."""
+    query, key, value = (torch.randn(1, 2, 500, 16, requires_grad=True) for _ in range(3))
+    sizes = []
+
+    def pack(tensor):
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        nala_attention(query, key, value, rotary_table(20, 25, 16), attn_impl=attn_impl)
+    full_size = 2 * query.numel()  # features, both halves
+    assert (max(sizes) >= full_size) == (attn_impl == 'plain')
+    if attn_impl != 'plain':
+        assert sum(sizes) < 4 * query.numel()

@@ -7,7 +7,7 @@ import torch
 from conftest import Golden
 
 from mmnala import NaLaFormer
-from mmnala.ops import nala_attention, rotary_table
+from mmnala.ops import ATTN_IMPLS, nala_attention, rotary_table
 
 COUNTED_WITH_HEAD = {'xt': 6.14, 't': 15.91, 's': 25.65, 'b': 52.00, 'l': 95.43}
 
@@ -33,17 +33,19 @@ def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
     return ((actual - expected).abs().max() / expected.abs().max()).item()
 
 
-def test_stage_outputs(golden, tmp_path):
-    model = micro_model(golden, tmp_path).eval()
+@pytest.mark.parametrize('attn_impl', ['auto', *ATTN_IMPLS])
+def test_stage_outputs(golden, tmp_path, attn_impl):
+    model = micro_model(golden, tmp_path, attn_impl=attn_impl).eval()
     with torch.no_grad():
         outputs = model(golden['input'])
     errors = [relative(out, golden[f'eval.stage{i}']) for i, out in enumerate(outputs)]
     assert max(errors) < 1e-5, errors
 
 
+@pytest.mark.parametrize('attn_impl', ATTN_IMPLS)
 @pytest.mark.parametrize('with_cp', [False, True])
-def test_training_loss_and_gradients(golden, tmp_path, with_cp):
-    model = micro_model(golden, tmp_path, with_cp=with_cp).train()
+def test_training_loss_and_gradients(golden, tmp_path, with_cp, attn_impl):
+    model = micro_model(golden, tmp_path, with_cp=with_cp, attn_impl=attn_impl).train()
     image = golden['input'].requires_grad_()
     loss = sum(out.square().mean() for out in model(image))
     loss.backward()
@@ -62,14 +64,15 @@ def test_training_loss_and_gradients(golden, tmp_path, with_cp):
 @pytest.mark.parametrize('feature_map', ['signed', 'cosine'])
 @pytest.mark.parametrize('position', ['plain', 'rotary'])
 @pytest.mark.parametrize(('case', 'grid'), [('small', (3, 5)), ('wide', (9, 7))])
-def test_operator(case, grid, position, feature_map):
+@pytest.mark.parametrize('attn_impl', ATTN_IMPLS)
+def test_operator(case, grid, position, feature_map, attn_impl):
     golden = Golden('nala_attention_op')
     query, key, value = (golden[f'{case}.{name}'] for name in 'qkv')
     cos, sin = rotary_table(*grid, query.shape[-1], dtype=torch.float64)
     torch.testing.assert_close(cos, golden[f'{case}.cos'], atol=1e-12, rtol=0)
     torch.testing.assert_close(sin, golden[f'{case}.sin'], atol=1e-12, rtol=0)
     rotary = (golden[f'{case}.cos'], golden[f'{case}.sin']) if position == 'rotary' else None
-    output = nala_attention(query, key, value, rotary, feature_map)
+    output = nala_attention(query, key, value, rotary, feature_map, attn_impl)
     assert output.dtype == torch.float64
     assert relative(output, golden[f'{case}.{feature_map}.{position}.out']) < 1e-10
 

@@ -20,7 +20,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from ..checkpoint import load_pretrained
-from ..ops import FEATURE_MAPS, apply_rotary, nala_attention, rotary_table
+from ..ops import ATTN_IMPLS, FEATURE_MAPS, apply_rotary, nala_attention, rotary_table
 from ..registry import build_norm, register_backbone
 
 Rotary = tuple[Tensor, Tensor]
@@ -122,11 +122,14 @@ class Downsample(nn.Module):
 class GatedAttention(nn.Module):
     """Attention of either kind with a local enhancement of the values and an output gate."""
 
-    def __init__(self, channels: int, num_heads: int, attention: str, feature_map: str) -> None:
+    def __init__(
+        self, channels: int, num_heads: int, attention: str, feature_map: str, attn_impl: str
+    ) -> None:
         super().__init__()
         self.num_heads = num_heads
         self.attention = attention
         self.feature_map = feature_map
+        self.attn_impl = attn_impl
         self.qkvg = nn.Linear(channels, 4 * channels)
         self.lepe = depthwise(channels, 5)
         self.ln = nn.LayerNorm(channels)
@@ -142,7 +145,7 @@ class GatedAttention(nn.Module):
         shape = value.shape
         query, key, value = (self._split_heads(x) for x in (query, key, value))
         if self.attention == 'nala':
-            heads = nala_attention(query, key, value, rotary, self.feature_map)
+            heads = nala_attention(query, key, value, rotary, self.feature_map, self.attn_impl)
         else:
             query, key = (apply_rotary(x, rotary).to(value.dtype) for x in (query, key))
             heads = F.scaled_dot_product_attention(query, key, value)
@@ -178,13 +181,14 @@ class Block(nn.Module):
         mlp_ratio: float,
         attention: str,
         feature_map: str,
+        attn_impl: str,
         drop_path: float,
         layer_scale_init: float,
     ) -> None:
         super().__init__()
         self.cpe1 = depthwise(channels, 3)
         self.norm1 = nn.LayerNorm(channels, eps=1e-6)
-        self.attn = GatedAttention(channels, num_heads, attention, feature_map)
+        self.attn = GatedAttention(channels, num_heads, attention, feature_map, attn_impl)
         self.gamma_1 = nn.Parameter(torch.full((channels,), float(layer_scale_init)))
         self.cpe2 = depthwise(channels, 3)
         self.norm2 = nn.LayerNorm(channels, eps=1e-6)
@@ -238,6 +242,8 @@ class NaLaFormer(BaseModule):
             ``'softmax'``. Defaults to ('nala', 'nala', 'softmax', 'softmax').
         feature_map (str): Feature map of the linear attention, ``'signed'`` (the release) or
             ``'cosine'`` (the paper). Defaults to 'signed'.
+        attn_impl (str): How the linear attention is computed, ``'plain'``, ``'lean'`` or
+            ``'auto'``, see :func:`~mmnala.ops.nala_attention`. Defaults to 'auto'.
         drop_path_rate (float, optional): Stochastic depth of the last block, growing linearly from
             0 at the first. None takes the variant's ImageNet value (0 for a dict without one).
         norm_cfg (dict): Norm layer of stem and downsampling. Defaults to ``dict(type='BN')``.
@@ -277,6 +283,7 @@ class NaLaFormer(BaseModule):
         out_indices: Sequence[int] = (0, 1, 2, 3),
         stage_attention: Sequence[str] = ('nala', 'nala', 'softmax', 'softmax'),
         feature_map: str = 'signed',
+        attn_impl: str = 'auto',
         drop_path_rate: float | None = None,
         norm_cfg: Mapping[str, Any] = {'type': 'BN'},
         norm_eval: bool = False,
@@ -298,6 +305,10 @@ class NaLaFormer(BaseModule):
         if feature_map not in FEATURE_MAPS:
             raise ValueError(
                 f'feature_map must be one of {sorted(FEATURE_MAPS)}, got {feature_map!r}'
+            )
+        if attn_impl not in ('auto', *ATTN_IMPLS):
+            raise ValueError(
+                f"attn_impl must be 'auto' or one of {sorted(ATTN_IMPLS)}, got {attn_impl!r}"
             )
         if isinstance(stage_attention, str) or (
             len(stage_attention) != num_stages or not set(stage_attention) <= set(STAGE_ATTENTIONS)
@@ -338,6 +349,7 @@ class NaLaFormer(BaseModule):
                     settings['mlp_ratio'][i],
                     stage_attention[i],
                     feature_map,
+                    attn_impl,
                     next(drop_paths),
                     settings['layer_scale_init'][i],
                 )

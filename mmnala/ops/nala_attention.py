@@ -1,67 +1,15 @@
-"""Norm-aware linear attention (NaLa), the plain formula of arXiv 2506.21137.
+"""Norm-aware linear attention (NaLa) as an operator: checks, and the choice of the path.
 
-Softmax attention gets sharper as the query norm grows; an ordinary linear attention divides that
-norm away. NaLa puts it back: the norm of a query sets the exponent of its feature map, its
-direction sets the similarity.
+The formula is in ``plain.py``; ``lean.py`` computes the same with less memory and time.
 """
-
-import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from .rotary import apply_rotary
+from .lean import lean_attention
+from .plain import FEATURE_MAPS, plain_attention
 
-POWER = 3.0  # lambda: power of the keys, and slope of the query's exponent
-OFFSET = 0.5  # tau: exponents lie in [lambda tau, lambda (tau + 1)) = [1.5, 4.5)
-SHARPNESS = 20.0  # alpha of the cosine map's angle
-EPS = 1e-6  # added to the normaliser
-# A zero vector has no direction. Below this norm float32 cannot represent the square, so dividing
-# by it gives a zero query the direction 0 (and output 0) and leaves every other query exact.
-MIN_NORM = 1e-20
-
-
-def _direction(x: Tensor) -> tuple[Tensor, Tensor]:
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x / norm.clamp_min(MIN_NORM), norm
-
-
-def _exponent(query_norm: Tensor) -> Tensor:
-    return POWER * (OFFSET + torch.tanh(query_norm))
-
-
-def signed_map(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Positive and negative parts side by side (the release).
-
-    Only channels in which query and key have the same sign contribute to their similarity.
-    """
-    direction, norm = _direction(query)
-    exponent = _exponent(norm)
-    phi_query = torch.cat((direction.relu() ** exponent, (-direction).relu() ** exponent), dim=-1)
-    phi_key = torch.cat((key.relu() ** POWER, (-key).relu() ** POWER), dim=-1)
-    return phi_query, phi_key
-
-
-def cosine_map(query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Signs as angles (the paper): a channel contributes ``|q|^p |k|^3 cos(a_q - a_k) >= 0``.
-
-    The paper gives no sharpness of the angle; ``alpha = 20`` follows a public re-implementation.
-    """
-    direction, norm = _direction(query)
-    query_angle = math.pi / 4 * torch.tanh(SHARPNESS * direction)
-    key_angle = math.pi / 4 * torch.tanh(SHARPNESS * _direction(key)[0])
-    query_size = direction.abs() ** _exponent(norm)
-    key_size = key.abs() ** POWER
-    phi_query = torch.cat((query_size * query_angle.cos(), query_size * query_angle.sin()), dim=-1)
-    phi_key = torch.cat((key_size * key_angle.cos(), key_size * key_angle.sin()), dim=-1)
-    return phi_query, phi_key
-
-
-FEATURE_MAPS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
-    'signed': signed_map,
-    'cosine': cosine_map,
-}
+ATTN_IMPLS = {'plain': plain_attention, 'lean': lean_attention}
 
 
 def nala_attention(
@@ -70,6 +18,7 @@ def nala_attention(
     value: Tensor,
     rotary: tuple[Tensor, Tensor] | None = None,
     feature_map: str = 'signed',
+    attn_impl: str = 'auto',
 ) -> Tensor:
     r"""Norm-aware linear attention, linear in the number of tokens ``N``.
 
@@ -87,6 +36,8 @@ def nala_attention(
         value: Like ``query``.
         rotary: ``(cos, sin)``, each of shape ``(N, d)`` with ``d`` even; ``None`` for no position.
         feature_map: ``'signed'`` (the release) or ``'cosine'`` (the paper).
+        attn_impl: ``'plain'`` (the formula), ``'lean'`` (chunks of tokens, little memory), or
+            ``'auto'``: lean on the CPU, plain elsewhere and under a compiler.
 
     Returns:
         Tensor of shape ``(B, heads, N, d)`` in the dtype of ``value``. The computation runs in
@@ -94,23 +45,24 @@ def nala_attention(
         A zero query returns zero, where the release returns NaN.
 
     Raises:
-        ValueError: If the shapes differ, ``N`` or ``d`` is 0, or ``feature_map`` is unknown.
+        ValueError: If the shapes differ, ``N`` or ``d`` is 0, or ``feature_map`` or
+            ``attn_impl`` is unknown.
         TypeError: If a tensor is not real floating point.
     """
-    _check_inputs(query, key, value, rotary, feature_map)
+    _check_inputs(query, key, value, rotary, feature_map, attn_impl)
     # Autocast knows no meta device (shape and FLOP counting), so there the CPU's is switched off.
     device_type = 'cpu' if value.is_meta else value.device.type
     with torch.autocast(device_type, enabled=False):
-        compute_dtype = torch.promote_types(value.dtype, torch.float32)
-        query, key, values = (x.to(compute_dtype) for x in (query, key, value))
-        phi_query, phi_key = FEATURE_MAPS[feature_map](query, key)
-        normaliser = phi_query @ phi_key.mean(dim=-2).unsqueeze(-1) + EPS
-        if rotary is not None:
-            cos, sin = (torch.cat((table, table), dim=-1).to(compute_dtype) for table in rotary)
-            phi_query = apply_rotary(phi_query, (cos, sin))
-            phi_key = apply_rotary(phi_key, (cos, sin))
-        state = phi_key.transpose(-2, -1) @ (values / values.shape[-2])
-        return (phi_query @ state / normaliser).to(value.dtype)
+        if attn_impl == 'auto':
+            attn_impl = _default_impl(value)
+        return ATTN_IMPLS[attn_impl](query, key, value, rotary, feature_map)
+
+
+def _default_impl(value: Tensor) -> str:
+    # A compiler or tracer sees through the plain formula and would unroll the loop over chunks. On
+    # a GPU no other path has been measured yet.
+    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
+    return 'lean' if value.device.type == 'cpu' and not traced else 'plain'
 
 
 def _check_inputs(
@@ -119,9 +71,14 @@ def _check_inputs(
     value: Tensor,
     rotary: tuple[Tensor, Tensor] | None,
     feature_map: str,
+    attn_impl: str,
 ) -> None:
     if feature_map not in FEATURE_MAPS:
         raise ValueError(f'feature_map must be one of {sorted(FEATURE_MAPS)}, got {feature_map!r}')
+    if attn_impl != 'auto' and attn_impl not in ATTN_IMPLS:
+        raise ValueError(
+            f"attn_impl must be 'auto' or one of {sorted(ATTN_IMPLS)}, got {attn_impl!r}"
+        )
     for name, x in (('query', query), ('key', key), ('value', value)):
         if not x.is_floating_point():
             raise TypeError(f'{name} must be a floating tensor, got {x.dtype}')

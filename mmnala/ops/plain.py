@@ -1,0 +1,93 @@
+"""Norm-aware linear attention (NaLa), the plain formula of arXiv 2506.21137.
+
+Softmax attention gets sharper as the query norm grows; an ordinary linear attention divides that
+norm away. NaLa puts it back: the norm of a query sets the exponent of its feature map, its
+direction sets the similarity.
+"""
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .rotary import apply_rotary
+
+POWER = 3.0  # lambda: power of the keys, and slope of the query's exponent
+OFFSET = 0.5  # tau: exponents lie in [lambda tau, lambda (tau + 1)) = [1.5, 4.5)
+SHARPNESS = 20.0  # alpha of the cosine map's angle
+EPS = 1e-6  # added to the normaliser
+# A zero vector has no direction. Below this norm float32 cannot represent the square, so dividing
+# by it gives a zero query the direction 0 (and output 0) and leaves every other query exact.
+MIN_NORM = 1e-20
+
+
+def _direction(x: Tensor) -> tuple[Tensor, Tensor]:
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / norm.clamp_min(MIN_NORM), norm
+
+
+def _exponent(query_norm: Tensor) -> Tensor:
+    return POWER * (OFFSET + torch.tanh(query_norm))
+
+
+class FeatureMap(NamedTuple):
+    """Features of the queries and of the keys, ``(..., N, d)`` to ``(..., N, 2 d)``."""
+
+    query: Callable[[Tensor], Tensor]
+    key: Callable[[Tensor], Tensor]
+
+
+def signed_query(query: Tensor) -> Tensor:
+    direction, norm = _direction(query)
+    exponent = _exponent(norm)
+    return torch.cat((direction.relu() ** exponent, (-direction).relu() ** exponent), dim=-1)
+
+
+def signed_key(key: Tensor) -> Tensor:
+    return torch.cat((key.relu() ** POWER, (-key).relu() ** POWER), dim=-1)
+
+
+def cosine_query(query: Tensor) -> Tensor:
+    direction, norm = _direction(query)
+    angle = math.pi / 4 * torch.tanh(SHARPNESS * direction)
+    magnitude = direction.abs() ** _exponent(norm)
+    return torch.cat((magnitude * angle.cos(), magnitude * angle.sin()), dim=-1)
+
+
+def cosine_key(key: Tensor) -> Tensor:
+    angle = math.pi / 4 * torch.tanh(SHARPNESS * _direction(key)[0])
+    magnitude = key.abs() ** POWER
+    return torch.cat((magnitude * angle.cos(), magnitude * angle.sin()), dim=-1)
+
+
+FEATURE_MAPS = {
+    # Positive and negative parts side by side (the release): only channels in which query and key
+    # have the same sign contribute to their similarity.
+    'signed': FeatureMap(signed_query, signed_key),
+    # Signs as angles (the paper): a channel contributes |q|^p |k|^3 cos(a_q - a_k) >= 0. The paper
+    # gives no sharpness of the angle; alpha = 20 follows a public re-implementation.
+    'cosine': FeatureMap(cosine_query, cosine_key),
+}
+
+
+def plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rotary: tuple[Tensor, Tensor] | None,
+    feature_map: str,
+) -> Tensor:
+    """The formula as it is written, with full-size temporaries; see :func:`nala_attention`."""
+    compute_dtype = torch.promote_types(value.dtype, torch.float32)
+    query, key, values = (x.to(compute_dtype) for x in (query, key, value))
+    features = FEATURE_MAPS[feature_map]
+    phi_query, phi_key = features.query(query), features.key(key)
+    normaliser = phi_query @ phi_key.mean(dim=-2).unsqueeze(-1) + EPS
+    if rotary is not None:
+        cos, sin = (torch.cat((table, table), dim=-1).to(compute_dtype) for table in rotary)
+        phi_query = apply_rotary(phi_query, (cos, sin))
+        phi_key = apply_rotary(phi_key, (cos, sin))
+    state = phi_key.transpose(-2, -1) @ (values / values.shape[-2])
+    return (phi_query @ state / normaliser).to(value.dtype)
