@@ -242,8 +242,8 @@ class NaLaFormer(BaseModule):
             ``'softmax'``. Defaults to ('nala', 'nala', 'softmax', 'softmax').
         feature_map (str): Feature map of the linear attention, ``'signed'`` (the release) or
             ``'cosine'`` (the paper). Defaults to 'signed'.
-        attn_impl (str): How the linear attention is computed, ``'plain'``, ``'lean'`` or
-            ``'auto'``, see :func:`~mmnala.ops.nala_attention`. Defaults to 'auto'.
+        attn_impl (str): How the linear attention is computed, ``'plain'``, ``'lean'``,
+            ``'triton'`` or ``'auto'``, see :func:`~mmnala.ops.nala_attention`. Defaults to 'auto'.
         drop_path_rate (float, optional): Stochastic depth of the last block, growing linearly from
             0 at the first. None takes the variant's ImageNet value (0 for a dict without one).
         norm_cfg (dict): Norm layer of stem and downsampling. Defaults to ``dict(type='BN')``.

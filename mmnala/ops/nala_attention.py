@@ -1,7 +1,11 @@
 """Norm-aware linear attention (NaLa) as an operator: checks, and the choice of the path.
 
-The formula is in ``plain.py``; ``lean.py`` computes the same with less memory and time.
+The formula is in ``plain.py``; ``lean.py`` and ``triton_path.py`` compute the same with less
+memory.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -9,7 +13,18 @@ from torch import Tensor
 from .lean import lean_attention
 from .plain import FEATURE_MAPS, plain_attention
 
-ATTN_IMPLS = {'plain': plain_attention, 'lean': lean_attention}
+
+def _triton_attention(*args: Any) -> Tensor:
+    from .triton_path import triton_attention  # only here is triton needed
+
+    return triton_attention(*args)
+
+
+ATTN_IMPLS: dict[str, Callable[..., Tensor]] = {
+    'plain': plain_attention,
+    'lean': lean_attention,
+    'triton': _triton_attention,
+}
 
 
 def nala_attention(
@@ -36,8 +51,9 @@ def nala_attention(
         value: Like ``query``.
         rotary: ``(cos, sin)``, each of shape ``(N, d)`` with ``d`` even; ``None`` for no position.
         feature_map: ``'signed'`` (the release) or ``'cosine'`` (the paper).
-        attn_impl: ``'plain'`` (the formula), ``'lean'`` (chunks of tokens, little memory), or
-            ``'auto'``: lean on the CPU, plain elsewhere and under a compiler.
+        attn_impl: ``'plain'`` (the formula), ``'lean'`` (chunks of tokens, little memory),
+            ``'triton'`` (fused kernels for CUDA), or ``'auto'``: lean on the CPU, plain elsewhere
+            and under a compiler.
 
     Returns:
         Tensor of shape ``(B, heads, N, d)`` in the dtype of ``value``. The computation runs in
