@@ -104,12 +104,14 @@ def find_state_dict(content: Mapping[str, Any], prefix: str | None = None) -> di
     level; a ``module.`` in front of all names (data-parallel wrappers) is dropped.
 
     Raises:
-        RuntimeError: If no name starts with ``prefix``.
+        RuntimeError: If no name starts with ``prefix``, or names are no strings.
     """
     state = next(
         (content[key] for key in ('state_dict', 'model') if isinstance(content.get(key), Mapping)),
         content,
     )
+    if not all(isinstance(name, str) for name in state):
+        raise RuntimeError('its state dict has names that are no strings')
     if state and all(name.startswith('module.') for name in state):
         state = {name.removeprefix('module.'): value for name, value in state.items()}
     if prefix:
@@ -135,7 +137,10 @@ def from_release(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def load_pretrained(
-    model: nn.Module, checkpoint: str, prefix: str | None = None, map_location: Any = 'cpu'
+    model: nn.Module,
+    checkpoint: str | os.PathLike,
+    prefix: str | None = None,
+    map_location: Any = 'cpu',
 ) -> None:
     """Load a checkpoint's backbone weights into ``model``, strictly.
 
@@ -154,6 +159,7 @@ def load_pretrained(
         FileNotFoundError: If the file does not exist.
         RuntimeError: If it is no checkpoint, or if names or shapes do not fit; all are listed.
     """
+    checkpoint = os.fspath(checkpoint)
     path = _download(checkpoint) if urlparse(checkpoint).scheme in ('http', 'https') else checkpoint
     content = read_checkpoint(path, map_location)
     try:

@@ -168,7 +168,7 @@ def test_amp_on_a_gpu(segmentation, tmp_path):
         ('text.pth', 'checkpoint text.pth: '),
         (
             'foreign.pth',
-            r'checkpoint foreign.pth lacks \d+ parameters of the model: backbone.patch_embed',
+            r'checkpoint foreign.pth lacks \d+ weights of the model: backbone.patch_embed',
         ),
         ('wider.pth', r'checkpoint wider.pth does not fit the model: .*\n.*conv_seg.bias'),
     ],

@@ -7,6 +7,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -60,7 +61,22 @@ def run_logged(command: list[str], log: Path, on_line=lambda line: None) -> None
         raise SystemExit(f'{tail}\nerror: {command[1]} failed, the whole log is {log}')
 
 
-def train(work_dir: Path, data: Path, options: list[str], max_iters: int) -> None:
+def write_config(work_dir: Path, data: Path, max_iters: int) -> Path:
+    """The demo's config with the drawn data set, more lines in the log and another length."""
+    lines = [f'_base_ = {str(CONFIG)!r}']
+    for loader in ('train', 'val', 'test'):
+        lines.append(f'{loader}_dataloader = dict(dataset=dict(data_root={str(data.resolve())!r}))')
+    interval = min(max_iters, 200)
+    lines += [
+        f'train_cfg = dict(max_iters={max_iters}, val_interval={interval})',
+        f'default_hooks = dict(logger=dict(interval=10), checkpoint=dict(interval={interval}))',
+    ]
+    path = work_dir / 'demo_config.py'
+    path.write_text('\n'.join(lines) + '\n')
+    return path
+
+
+def train(work_dir: Path, config: Path, max_iters: int) -> None:
     columns = (
         TextColumn('{task.description}'),
         BarColumn(),
@@ -78,17 +94,19 @@ def train(work_dir: Path, data: Path, options: list[str], max_iters: int) -> Non
             if not console.is_terminal and int(match[1]) % max(max_iters // 20, 1) == 0:
                 console.print(f'iteration {match[1]} of {max_iters}, loss {match[2]}')
 
-        command = tool('train.py', CONFIG, '--work-dir', work_dir, '--cfg-options', *options)
+        command = tool('train.py', config, '--work-dir', work_dir)
         run_logged(command, work_dir / 'train.log', advance)
         progress.update(bar, completed=max_iters)
 
 
-def evaluate(work_dir: Path, options: list[str]) -> None:
+def evaluate(work_dir: Path, config: Path) -> None:
     """Print the table of test.py and leave the predicted maps under ``predictions``."""
     checkpoint = find_latest_checkpoint(str(work_dir))
+    for name in ('predictions', 'overlays'):
+        shutil.rmtree(work_dir / name, ignore_errors=True)
     command = tool(
-        *('test.py', CONFIG, checkpoint, '--work-dir', work_dir / 'test'),
-        *('--out', work_dir / 'predictions', '--cfg-options', *options),
+        *('test.py', config, checkpoint, '--work-dir', work_dir / 'test'),
+        *('--out', work_dir / 'predictions'),
     )
 
     def show(line: str) -> None:
@@ -169,20 +187,12 @@ def main() -> None:
         raise SystemExit(1)
 
     max_iters = args.max_iters or Config.fromfile(CONFIG).train_cfg.max_iters
-    options = [
-        f'{loader}_dataloader.dataset.data_root={data}' for loader in ('train', 'val', 'test')
-    ]
-    training = [*options, 'default_hooks.logger.interval=10', 'randomness.seed=0']
-    if args.max_iters:
-        training += [f'train_cfg.max_iters={max_iters}', f'train_cfg.val_interval={max_iters}']
-        training += [f'default_hooks.checkpoint.interval={max_iters}']
-    console.print(
-        f'Training {CONFIG.relative_to(ROOT)} from scratch; log: {work_dir / "train.log"}'
-    )
-    train(work_dir, data, training, max_iters)
+    config = write_config(work_dir, data, max_iters)
+    console.print(f'Training {CONFIG.relative_to(ROOT)} from scratch, log: {work_dir}/train.log')
+    train(work_dir, config, max_iters)
 
     console.print('Evaluating on the validation images')
-    evaluate(work_dir, options)
+    evaluate(work_dir, config)
     console.print(f'Loss curve:     {plot_loss(work_dir)}')
     console.print(f'Some overlays:  {draw_overlays(work_dir, data)}')
     console.print(f'All of them:    {work_dir / "overlays"}')

@@ -2,7 +2,7 @@
 _base_ = [
     '../_base_/models/upernet_nala-xt_narrow.py',
     '../_base_/datasets/shapes.py',
-    '../_base_/schedules/adamw_600.py',
+    '../_base_/schedules/adamw_short.py',
     '../_base_/mmseg_runtime.py',
 ]
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from mmengine.model import BaseModule, PretrainedInit
+from mmengine.registry import WEIGHT_INITIALIZERS
 from timm.layers import DropPath, trunc_normal_
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -404,12 +405,18 @@ class NaLaFormer(BaseModule):
         init_cfg = self.init_cfg
         configs = [init_cfg] if isinstance(init_cfg, dict) else list(init_cfg or [])
         # mmengine's own loader skips what does not match with a log line; ours is strict.
-        pretrained = [cfg for cfg in configs if cfg.get('type') in ('Pretrained', PretrainedInit)]
+        pretrained = [
+            cfg for cfg in configs if WEIGHT_INITIALIZERS.get(cfg['type']) is PretrainedInit
+        ]
         self.init_cfg = [cfg for cfg in configs if cfg not in pretrained]
         super().init_weights()
         self.init_cfg = init_cfg
-        for cfg in pretrained:
-            load_pretrained(self, **{k: v for k, v in cfg.items() if k != 'type'})
+        try:
+            for cfg in pretrained:
+                load_pretrained(self, **{k: v for k, v in cfg.items() if k != 'type'})
+        except Exception:
+            self._is_init = False  # a second call must not pass over it
+            raise
 
     def train(self, mode: bool = True) -> 'NaLaFormer':
         """Switch mode; frozen stages, and with ``norm_eval`` all batch norms, stay in eval."""

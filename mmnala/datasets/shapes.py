@@ -472,11 +472,23 @@ def _write_split(
 
 def _check_replaceable(out: Path) -> None:
     """Raise unless ``out`` is a folder that this module wrote and nobody has added to."""
-    expected = {'images', 'annotations', _MARKER}
-    if not out.is_dir() or {entry.name for entry in out.iterdir()} != expected:
+    try:
+        meta = json.loads((out / _MARKER).read_text())
+        expected = {_MARKER} | {f'annotations/instances_{split}.json' for split in SPLITS}
+        for split, num_images in zip(SPLITS, (meta['num_train'], meta['num_val']), strict=True):
+            for number in range(1, num_images + 1):
+                name = _FILE_NAMES[split].format(number)
+                expected |= {f'images/{split}/{name}.jpg', f'annotations/{split}/{name}.png'}
+        found = {path.relative_to(out).as_posix() for path in out.rglob('*') if not path.is_dir()}
+        strange = sorted(found - expected)
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise FileExistsError(
-            f'out={str(out)!r} is not a shapes data set (a folder of exactly '
-            f'{", ".join(sorted(expected))}), so it is not overwritten'
+            f'out={str(out)!r} is not a shapes data set, so it is not overwritten ({error!r})'
+        ) from None
+    if strange:
+        raise FileExistsError(
+            f'out={str(out)!r} holds files of others, so it is not overwritten: '
+            f'{", ".join(strange[:5])}'
         )
 
 

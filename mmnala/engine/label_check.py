@@ -9,6 +9,10 @@ from mmengine.runner import Runner
 from torch import Tensor
 
 
+class LabelError(ValueError):
+    """Labels, or their number, that do not fit the classes."""
+
+
 @HOOKS.register_module(force=True)
 class LabelCheckHook(Hook):
     """Refuse semantic labels outside the dataset's classes, and a head with other classes.
@@ -20,7 +24,7 @@ class LabelCheckHook(Hook):
         ignore_index: Label of pixels that do not count. Defaults to 255.
 
     Raises:
-        ValueError: Naming the file, its labels and those allowed, or the two numbers of classes.
+        LabelError: Naming the file, its labels and those allowed, or the two numbers of classes.
     """
 
     priority = 'VERY_HIGH'
@@ -33,7 +37,7 @@ class LabelCheckHook(Hook):
         num_classes = getattr(getattr(model, 'decode_head', None), 'num_classes', None)
         classes = getattr(runner.train_dataloader.dataset, 'metainfo', {}).get('classes')
         if classes is not None and num_classes not in (None, len(classes)):
-            raise ValueError(
+            raise LabelError(
                 f'decode_head.num_classes must be {len(classes)}, the number of classes of the '
                 f'training set, got {num_classes}'
             )
@@ -59,7 +63,7 @@ class LabelCheckHook(Hook):
                 labels = sample.gt_sem_seg.data
                 wrong = (labels >= len(classes)) & (labels != self.ignore_index) | (labels < 0)
                 if wrong.any():
-                    raise ValueError(self._describe(sample, labels[wrong], len(classes)))
+                    raise LabelError(self._describe(sample, labels[wrong], len(classes)))
 
     def _describe(self, sample: Any, wrong: Tensor, num_classes: int) -> str:
         file = sample.get('seg_map_path', sample.get('img_path'))

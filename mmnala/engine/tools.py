@@ -13,6 +13,7 @@ from mmengine.registry import RUNNERS
 from mmengine.runner import CheckpointLoader, Runner
 from torch import nn
 
+from .label_check import LabelError
 from .runner import CPUDistributedRunner
 
 
@@ -26,6 +27,8 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except FileNotFoundError as error:
+        fail(str(error).strip().splitlines()[-1])  # a data worker's begins with its traceback
+    except LabelError as error:
         fail(error)
     except ValueError as error:
         # mmengine packs the list of images and does not expect an empty one.
@@ -39,6 +42,8 @@ class CfgOptions(DictAction):
 
     def __call__(self, parser, namespace, values, option_string=None):
         for item in values:
+            if any(character.isspace() for character in item):
+                fail(f'{option_string} {item!r}: a value with blanks must stand in the config')
             try:
                 super().__call__(parser, namespace, [item], option_string)
             except (ValueError, AssertionError):
@@ -111,19 +116,22 @@ def read_checkpoint(filename: str) -> Mapping[str, Any]:
 
 
 def check_weights(model: nn.Module, checkpoint: Mapping[str, Any], filename: str) -> None:
-    """Fail unless the checkpoint holds every parameter of the model, in its shape.
+    """Fail unless the checkpoint holds every parameter and buffer of the model, in its shape.
 
     mmengine only warns, and a model evaluated with some weights left at random is no result.
     """
     while isinstance(inner := getattr(model, 'module', None), nn.Module):
         model = inner  # out of the distributed and the test-time augmentation wrapper
     weights = checkpoint.get('state_dict', checkpoint)
+    if not isinstance(weights, Mapping) or not all(isinstance(name, str) for name in weights):
+        fail(f'checkpoint {filename}: its state_dict is no dict of named weights')
     weights = {name.removeprefix('module.'): value for name, value in weights.items()}
     try:
         missing = model.load_state_dict(weights, strict=False).missing_keys
     except RuntimeError as error:
         fail(f'checkpoint {filename} does not fit the model: {error}')
-    missing = [name for name in missing if name in dict(model.named_parameters())]
+    # A counter that no forward pass reads is all that may be absent.
+    missing = [name for name in missing if not name.endswith('num_batches_tracked')]
     if missing:
         names = ', '.join(missing[:5]) + (', ...' if len(missing) > 5 else '')
-        fail(f'checkpoint {filename} lacks {len(missing)} parameters of the model: {names}')
+        fail(f'checkpoint {filename} lacks {len(missing)} weights of the model: {names}')
