@@ -1,5 +1,6 @@
 """Registration with mmengine, and the norm layers that configs name."""
 
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 from mmengine.registry import MODELS, Registry
@@ -37,7 +38,7 @@ def register_backbone(cls: Module) -> Module:
     return cls
 
 
-def build_norm(cfg: dict[str, Any], channels: int) -> nn.Module:
+def build_norm(cfg: Mapping[str, Any], channels: int) -> nn.Module:
     """A norm layer over the channels of ``(B, C, H, W)``.
 
     Args:
@@ -46,8 +47,10 @@ def build_norm(cfg: dict[str, Any], channels: int) -> nn.Module:
         channels: Number of channels.
 
     Raises:
-        ValueError: If ``type`` is missing or unknown.
+        ValueError: If ``cfg`` is no dict, or its ``type`` is missing or unknown.
     """
+    if not isinstance(cfg, Mapping):
+        raise ValueError(f'norm_cfg must be a dict, got {cfg!r}')
     options = dict(cfg)
     name = options.pop('type', None)
     requires_grad = options.pop('requires_grad', True)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import DATA
+from mmengine.model import PretrainedInit
 from mmengine.runner.checkpoint import save_checkpoint
 from safetensors.torch import save_file
 
@@ -78,8 +79,11 @@ def test_our_own_checkpoint_round_trip_with_output_norms(micro, tmp_path):
 
 
 def test_stages_and_norms_not_built_are_left_out(micro, tmp_path):
-    torch.save(build(micro).state_dict(), tmp_path / 'own.pth')
+    whole = build(micro)
+    torch.nn.init.normal_(whole.layers[1].blocks[0].gamma_1)
+    torch.save(whole.state_dict(), tmp_path / 'own.pth')
     part = build(micro, tmp_path / 'own.pth', out_indices=(1,), out_norm=False)
+    assert torch.equal(part.layers[1].blocks[0].gamma_1, whole.layers[1].blocks[0].gamma_1)
     assert len(part.layers) == 2 and part.layers[1].downsample is None
 
 
@@ -88,6 +92,16 @@ def test_init_weights_twice_keeps_what_was_trained(micro, micro_release):
     stem(model).zero_()
     model.init_weights()
     assert (stem(model) == 0).all()
+
+
+@pytest.mark.parametrize('kind', ['mmengine.Pretrained', PretrainedInit])
+def test_other_spellings_are_as_strict(micro, tmp_path, kind):
+    torch.save({'foreign': torch.zeros(2)}, tmp_path / 'foreign.pth')
+    init_cfg = dict(type=kind, checkpoint=str(tmp_path / 'foreign.pth'))
+    model = NaLaFormer(micro.arch, init_cfg=init_cfg)
+    for _ in range(2):  # a second call does not pass over the failure
+        with pytest.raises(RuntimeError, match=r'does not fit.*\n.*missing'):
+            model.init_weights()
 
 
 def test_other_init_cfg_still_works(micro):
@@ -159,6 +173,9 @@ def test_foreign_files(micro, tmp_path):
     torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / 'other.pth')
     with pytest.raises(RuntimeError, match=r'other.pth.*does not fit.*\n.*missing'):
         build(micro, tmp_path / 'other.pth')
+    torch.save({1: torch.zeros(2)}, tmp_path / 'keys.pth')
+    with pytest.raises(RuntimeError, match='names that are no strings'):
+        build(micro, tmp_path / 'keys.pth')
     with pytest.raises(FileNotFoundError, match='nowhere.pth'):
         build(micro, tmp_path / 'nowhere.pth')
 

@@ -87,7 +87,7 @@ def depthwise(channels: int, kernel_size: int) -> Conv2dNHWC:
 class Stem(nn.Module):
     """Image ``(B, in_channels, H, W)`` to ``(B, C, ceil(H / 4), ceil(W / 4))``."""
 
-    def __init__(self, in_channels: int, channels: int, norm_cfg: dict) -> None:
+    def __init__(self, in_channels: int, channels: int, norm_cfg: Mapping[str, Any]) -> None:
         super().__init__()
         half = channels // 2
         layers: list[nn.Module] = []
@@ -111,7 +111,7 @@ class Stem(nn.Module):
 class Downsample(nn.Module):
     """``(B, C, H, W)`` to ``(B, C', ceil(H / 2), ceil(W / 2))`` between two stages."""
 
-    def __init__(self, in_channels: int, out_channels: int, norm_cfg: dict) -> None:
+    def __init__(self, in_channels: int, out_channels: int, norm_cfg: Mapping[str, Any]) -> None:
         super().__init__()
         self.reduction = nn.Conv2d(in_channels, out_channels, 3, stride=2, padding=1)
         self.norm = build_norm(norm_cfg, out_channels)
@@ -299,11 +299,11 @@ class NaLaFormer(BaseModule):
         num_stages = len(channels)
         if drop_path_rate is None:
             drop_path_rate = settings['drop_path_rate']
-        if not 0 <= drop_path_rate < 1:
-            raise ValueError(f'drop_path_rate must lie in [0, 1), got {drop_path_rate}')
+        if not isinstance(drop_path_rate, (int, float)) or not 0 <= drop_path_rate < 1:
+            raise ValueError(f'drop_path_rate must lie in [0, 1), got {drop_path_rate!r}')
         if not isinstance(in_channels, int) or in_channels < 1:
             raise ValueError(f'in_channels must be a positive integer, got {in_channels!r}')
-        if feature_map not in FEATURE_MAPS:
+        if feature_map not in list(FEATURE_MAPS):
             raise ValueError(
                 f'feature_map must be one of {sorted(FEATURE_MAPS)}, got {feature_map!r}'
             )
@@ -311,15 +311,16 @@ class NaLaFormer(BaseModule):
             raise ValueError(
                 f"attn_impl must be 'auto' or one of {sorted(ATTN_IMPLS)}, got {attn_impl!r}"
             )
-        if isinstance(stage_attention, str) or (
-            len(stage_attention) != num_stages or not set(stage_attention) <= set(STAGE_ATTENTIONS)
+        if not _is_list(stage_attention, num_stages) or any(
+            attention not in STAGE_ATTENTIONS for attention in stage_attention
         ):
             raise ValueError(
                 f'stage_attention must name {num_stages} of {STAGE_ATTENTIONS}, '
                 f'got {stage_attention!r}'
             )
-        if not isinstance(out_indices, Sequence) or (
+        if not _is_list(out_indices) or (
             not out_indices
+            or not all(type(i) is int for i in out_indices)
             or list(out_indices) != sorted(set(out_indices))
             or not set(out_indices) <= set(range(num_stages))
         ):
@@ -327,7 +328,7 @@ class NaLaFormer(BaseModule):
                 'out_indices must be increasing stage numbers from '
                 f'{tuple(range(num_stages))}, got {out_indices!r}'
             )
-        if frozen_stages not in range(-1, num_stages + 1):
+        if type(frozen_stages) is not int or not -1 <= frozen_stages <= num_stages:
             raise ValueError(f'frozen_stages must be -1 to {num_stages}, got {frozen_stages!r}')
 
         self.in_channels = in_channels
@@ -337,7 +338,7 @@ class NaLaFormer(BaseModule):
         self.frozen_stages = frozen_stages
         self.with_cp = with_cp
 
-        self.patch_embed = Stem(in_channels, channels[0], dict(norm_cfg))
+        self.patch_embed = Stem(in_channels, channels[0], norm_cfg)
         drop_paths = iter(np.linspace(0, drop_path_rate, sum(depths)).tolist())
         self.layers = nn.ModuleList()
         # Stages behind the last output would hold parameters without gradient, an error in DDP.
@@ -358,7 +359,7 @@ class NaLaFormer(BaseModule):
             ]
             downsample = None
             if i < last:
-                downsample = Downsample(channels[i], channels[i + 1], dict(norm_cfg))
+                downsample = Downsample(channels[i], channels[i + 1], norm_cfg)
             self.layers.append(Stage(blocks, channels[i] // settings['num_heads'][i], downsample))
         for i in self.out_indices if out_norm else ():
             self.add_module(f'norm{i}', nn.LayerNorm(channels[i], eps=1e-6))
@@ -405,9 +406,7 @@ class NaLaFormer(BaseModule):
         init_cfg = self.init_cfg
         configs = [init_cfg] if isinstance(init_cfg, dict) else list(init_cfg or [])
         # mmengine's own loader skips what does not match with a log line; ours is strict.
-        pretrained = [
-            cfg for cfg in configs if WEIGHT_INITIALIZERS.get(cfg['type']) is PretrainedInit
-        ]
+        pretrained = [cfg for cfg in configs if _is_pretrained(cfg['type'])]
         self.init_cfg = [cfg for cfg in configs if cfg not in pretrained]
         super().init_weights()
         self.init_cfg = init_cfg
@@ -435,6 +434,15 @@ class NaLaFormer(BaseModule):
             module.requires_grad_(False)
 
 
+def _is_list(value: Any, length: int | None = None) -> bool:
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return is_list and length in (None, len(value))
+
+
+def _is_pretrained(kind: str | type) -> bool:
+    return (WEIGHT_INITIALIZERS.get(kind) if isinstance(kind, str) else kind) is PretrainedInit
+
+
 def _init_convolution(module: nn.Module) -> None:
     """Convolutions as in the release; linear layers and norms keep torch's default."""
     if isinstance(module, nn.Conv2d):
@@ -460,18 +468,22 @@ def _arch_settings(arch: str | Mapping[str, Any]) -> dict[str, Any]:
     else:
         raise ValueError(f'arch must be a name or a dict, got {arch!r}')
 
+    if not _is_list(settings['channels']) or not settings['channels']:
+        raise ValueError(f"arch['channels'] must be a list, got {settings['channels']!r}")
     stages = len(settings['channels'])
-    for key in ('depths', 'num_heads', 'mlp_ratio', 'layer_scale_init'):
+    for key, kind in (
+        *(('channels', int), ('depths', int), ('num_heads', int)),
+        *(('mlp_ratio', float), ('layer_scale_init', float)),
+    ):
         value = settings[key]
-        if key in ('mlp_ratio', 'layer_scale_init') and isinstance(value, (int, float)):
+        if kind is float and isinstance(value, (int, float)):
             settings[key] = value = (value,) * stages
-        if len(value) != stages:
+        if not _is_list(value, stages):
             raise ValueError(
-                f"arch['{key}'] must have one value for each of the {stages} stages, got {value}"
+                f"arch['{key}'] must have one value for each of the {stages} stages, got {value!r}"
             )
-    for key in ('channels', 'depths', 'num_heads'):
-        if not all(isinstance(n, int) and n > 0 for n in settings[key]):
-            raise ValueError(f"arch['{key}'] must be positive integers, got {settings[key]}")
+        if not all(isinstance(n, (int, kind)) and n > 0 for n in value):
+            raise ValueError(f"arch['{key}'] must be positive {kind.__name__} values, got {value}")
     if settings['channels'][0] % 2:
         raise ValueError(f"arch['channels'] must start even (stem), got {settings['channels']}")
     for channels, heads in zip(settings['channels'], settings['num_heads'], strict=True):
