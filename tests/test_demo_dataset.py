@@ -246,19 +246,24 @@ def test_an_existing_folder_is_replaced_on_request_only(tmp_path):
     assert list(tmp_path.iterdir()) == [out]
 
 
-@pytest.mark.parametrize('stranger', ['alone', 'added', 'file'])
+@pytest.mark.parametrize('stranger', ['alone', 'added', 'deep', 'foreign meta', 'file'])
 def test_nothing_but_a_shapes_data_set_is_overwritten(tmp_path, stranger):
     out = tmp_path / 'out'
     if stranger == 'file':
         out.write_text('mine')
     elif stranger == 'alone':
         out.mkdir()
+    elif stranger == 'foreign meta':
+        (out / 'images').mkdir(parents=True)
+        (out / 'annotations').mkdir()
+        (out / 'meta.json').write_text('{}')
     else:
         make_dataset(out, 1, 1, 32)
     if stranger != 'file':
-        (out / 'thesis.txt').write_text('mine')
+        folder = out / 'images/training' if stranger == 'deep' else out
+        (folder / 'thesis.txt').write_text('mine')
     before = contents(tmp_path)
-    with pytest.raises(FileExistsError, match='not a shapes data set'):
+    with pytest.raises(FileExistsError, match='so it is not overwritten'):
         make_dataset(out, 1, 1, 32, overwrite=True)
     assert contents(tmp_path) == before
 

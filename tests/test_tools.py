@@ -118,6 +118,7 @@ def test_options_reach_the_config(segmentation, tmp_path):
         (['missing.py'], 'config missing.py: .*missing.py'),
         (['{config}', '--cfg-options', 'model'], "--cfg-options 'model': expected KEY=VALUE"),
         (['{config}', '--cfg-options', 'a=[1,2'], r"--cfg-options 'a=\[1,2': expected KEY=VALUE"),
+        (['{config}', '--cfg-options', 'work_dir=a b'], "'work_dir=a b': a value with blanks must"),
         (['{config}', '--cfg-options', 'randomness.seed.x=1'], '--cfg-options .*randomness.seed'),
         (['{config}', '--resume', 'no.pth'], 'checkpoint no.pth: FileNotFoundError'),
         (['{config}', '--resume', 'foreign.pth'], 'foreign.pth: not a checkpoint of an mmengine'),
@@ -170,6 +171,11 @@ def test_amp_on_a_gpu(segmentation, tmp_path):
             'foreign.pth',
             r'checkpoint foreign.pth lacks \d+ weights of the model: backbone.patch_embed',
         ),
+        (
+            'no_buffers.pth',
+            r'checkpoint no_buffers.pth lacks \d+ weights of the model: .*running_mean',
+        ),
+        ('list.pth', 'checkpoint list.pth: its state_dict is no dict of named weights'),
         ('wider.pth', r'checkpoint wider.pth does not fit the model: .*\n.*conv_seg.bias'),
     ],
 )
@@ -180,6 +186,9 @@ def test_test_names_a_bad_checkpoint(segmentation, tmp_path, checkpoint, message
     torch.save(dict(model={'stem.weight': torch.zeros(3)}), tmp_path / 'foreign.pth')
     wider = dict(weights(good), **{'decode_head.conv_seg.bias': torch.zeros(19)})
     torch.save(dict(state_dict=wider), tmp_path / 'wider.pth')
+    bare = {k: v for k, v in weights(good).items() if '.running_' not in k}
+    torch.save(dict(state_dict=bare), tmp_path / 'no_buffers.pth')
+    torch.save(dict(state_dict=[1]), tmp_path / 'list.pth')
     finished = run_tool('test.py', config, checkpoint, cwd=tmp_path)
     assert finished.code == 1
     assert re.search(f'^error: {message}', finished.output, re.M), finished.output
