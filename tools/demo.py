@@ -5,7 +5,6 @@ Everything runs through the ordinary tools: make_demo_dataset.py, train.py and t
 
 import argparse
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -47,10 +46,8 @@ def tool(name: str, *args: object) -> list[str]:
 def run_logged(command: list[str], log: Path, on_line=lambda line: None) -> None:
     """Run a tool with its output in ``log``; a failure ends the demo with the log's last lines."""
     with log.open('w') as file:
-        # Threads that spin while they wait would take the cores from the loaders.
-        env = {'OMP_WAIT_POLICY': 'PASSIVE'} | os.environ
         process = subprocess.Popen(
-            command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
         for line in process.stdout:
             file.write(line)
