@@ -1,10 +1,2 @@
 # UperNet + NaLaFormer-T on ADE20K, 512x512 crops, 160k iterations of 16 images (8 GPUs, 2 each).
-_base_ = [
-    '_base_/models/upernet_nala.py',
-    '_base_/datasets/ade20k.py',
-    '_base_/schedules/adamw_160k.py',
-    '_base_/mmseg_runtime.py',
-]
-
-model = dict(data_preprocessor=dict(size=_base_.crop_size))
-default_hooks = dict(checkpoint=dict(interval=16000))
+_base_ = './ade20k/upernet_nala-t_8xb2-160k_ade20k-512x512.py'

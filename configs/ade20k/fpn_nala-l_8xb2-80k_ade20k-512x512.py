@@ -1,0 +1,3 @@
+_base_ = './fpn_nala-t_8xb2-80k_ade20k-512x512.py'
+
+model = dict(backbone=dict(arch='l'), neck=dict(in_channels=_base_.channels.l))

@@ -1,0 +1,9 @@
+_base_ = [
+    '../_base_/models/fpn_nala.py',
+    '../_base_/datasets/ade20k.py',
+    '../_base_/schedules/adamw_80k.py',
+    '../_base_/mmseg_runtime.py',
+]
+
+model = dict(data_preprocessor=dict(size=_base_.crop_size))
+default_hooks = dict(checkpoint=dict(interval=8000))

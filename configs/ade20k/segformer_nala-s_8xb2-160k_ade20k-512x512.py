@@ -1,0 +1,3 @@
+_base_ = './segformer_nala-t_8xb2-160k_ade20k-512x512.py'
+
+model = dict(backbone=dict(arch='s'), decode_head=dict(in_channels=_base_.channels.s))

@@ -1,0 +1,3 @@
+_base_ = './fpn_nala-t_4xb2-80k_cityscapes-512x1024.py'
+
+model = dict(backbone=dict(arch='s'), neck=dict(in_channels=_base_.channels.s))

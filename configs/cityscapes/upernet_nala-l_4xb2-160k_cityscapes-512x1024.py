@@ -1,0 +1,7 @@
+_base_ = './upernet_nala-t_4xb2-160k_cityscapes-512x1024.py'
+
+model = dict(
+    backbone=dict(arch='l'),
+    decode_head=dict(in_channels=_base_.channels.l),
+    auxiliary_head=dict(in_channels=_base_.channels.l[2]),
+)

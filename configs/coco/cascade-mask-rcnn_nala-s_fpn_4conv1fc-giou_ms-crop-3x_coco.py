@@ -1,0 +1,3 @@
+_base_ = './cascade-mask-rcnn_nala-t_fpn_4conv1fc-giou_ms-crop-3x_coco.py'
+
+model = dict(backbone=dict(arch='s'), neck=dict(in_channels=_base_.channels.s))

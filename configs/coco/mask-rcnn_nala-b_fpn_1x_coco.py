@@ -1,0 +1,3 @@
+_base_ = './mask-rcnn_nala-t_fpn_1x_coco.py'
+
+model = dict(backbone=dict(arch='b'), neck=dict(in_channels=_base_.channels.b))
