@@ -1,10 +1,10 @@
-"""Write the shapes data set: images with ADE20K's semantic maps and COCO's instances."""
+"""Write the shapes data set, with its own classes or in the layout of a real data set."""
 
 from __future__ import annotations
 
 import argparse
 
-from mmnala.datasets.shapes import make_dataset
+from mmnala.datasets.shapes import LAYOUTS, make_dataset
 
 
 def main() -> None:
@@ -18,6 +18,12 @@ def main() -> None:
         '--size', type=int, default=128, help='side of the square images, in pixels'
     )
     parser.add_argument('--seed', type=int, default=0, help='another seed, other images')
+    parser.add_argument(
+        '--layout',
+        choices=LAYOUTS,
+        default='shapes',
+        help='file names and classes; of a real data set, its configs read the folder',
+    )
     parser.add_argument(
         '--overwrite', action='store_true', help='replace the folder, if this command wrote it'
     )

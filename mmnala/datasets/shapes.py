@@ -21,9 +21,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import cv2
 import numpy as np
+
+from mmnala.datasets.layouts import (
+    ADE20K,
+    OFFICIAL_LAYOUTS,
+    Layout,
+    coco_annotation,
+    number_annotations,
+)
 
 CLASSES = ('background', 'wall', 'window', 'poster', 'striped ball', 'spotted ball', 'star')
 PALETTE = (
@@ -32,7 +41,6 @@ PALETTE = (
 )  # fmt: skip
 
 SPLITS = ('training', 'validation')
-_FILE_NAMES = {'training': 'ADE_train_{:08d}', 'validation': 'ADE_val_{:08d}'}
 _MARKER = 'meta.json'
 
 _BACKGROUND, _WALL, _WINDOW, _POSTER, _STRIPED, _SPOTTED, _STAR = range(len(CLASSES))
@@ -44,12 +52,14 @@ _PLACEMENT_TRIES = 30
 class Instance:
     """One object, or one crowd of small ones, of class ``CLASSES[label]``.
 
-    ``mask`` is its visible part, (size, size) bool, and never empty.
+    ``mask`` is its visible part, (size, size) bool, and never empty. ``parts`` are what lies in the
+    picture of it, or of each thing in the crowd, seen or hidden by later instances.
     """
 
     label: int
     iscrowd: bool
     mask: np.ndarray
+    parts: tuple[np.ndarray, ...]
 
 
 @dataclass(frozen=True)
@@ -170,6 +180,7 @@ class _Painter:
         self.labels = [_BACKGROUND]
         self.crowds = [False]
         self.full_areas = [size * size]
+        self.parts: list[tuple[np.ndarray, ...]] = [()]
         self.wall: _Sprite | None = None
 
     def _noise(self, cells: int) -> np.ndarray:
@@ -254,7 +265,8 @@ class _Painter:
 
     def _add(self, label: int, sprites: list[_Sprite], iscrowd: bool = False) -> bool:
         """Paint the sprites as one object if they fit; whether they did."""
-        mask = np.logical_or.reduce([self._inside(sprite) for sprite in sprites])
+        parts = [self._inside(sprite) for sprite in sprites]
+        mask = np.logical_or.reduce(parts)
         if not self._fits(mask):
             return False
         if label == _POSTER and self.wall and (mask & self._inside(self.wall)).any():
@@ -267,6 +279,7 @@ class _Painter:
         self.labels.append(label)
         self.crowds.append(iscrowd)
         self.full_areas.append(int(mask.sum()))
+        self.parts.append(tuple(part for part in parts if part.any()))
         return True
 
     def add_wall(self) -> None:
@@ -355,130 +368,91 @@ def draw_scene(seed: int, split: str, index: int, size: int) -> Scene:
             painter.add_object(label)
     labels = np.array(painter.labels, np.uint8)
     instances = tuple(
-        Instance(painter.labels[number], painter.crowds[number], painter.owner == number)
+        Instance(
+            painter.labels[number],
+            painter.crowds[number],
+            painter.owner == number,
+            painter.parts[number],
+        )
         for number in range(1, len(labels))
     )
     return Scene(painter.photograph(), labels[painter.owner], instances, int(rng.integers(75, 96)))
 
 
-def _polygons(mask: np.ndarray, left: int, top: int) -> list[list[float]]:
-    """Outlines of a mask's pieces, as COCO's flat lists of x, y in pixels.
+class _ShapesLayout(ADE20K):
+    """ADE20K's file names with the drawn classes, and COCO's instances of the same images."""
 
-    ``left`` and ``top`` say where in the image the mask lies. It is enlarged fourfold, so that
-    the outline runs between the centres of the pixels inside and outside, and not through them.
-    """
-    scale = 4
-    enlarged = np.kron(mask.astype(np.uint8), np.ones((scale, scale), np.uint8))
-    outlines, _ = cv2.findContours(enlarged, cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_NONE)
-    polygons = []
-    for outline in outlines:
-        corners = cv2.approxPolyDP(outline, 0.4 * scale, closed=True)
-        if len(corners) < 3:  # a piece of a pixel or two
-            corners = outline
-        corners = (corners[:, 0] + 0.5) / scale + (left, top)
-        polygons.append(corners.ravel().round(2).tolist())
-    return polygons
+    classes = dict(zip(CLASSES, CLASSES, strict=True))
 
+    def __init__(self) -> None:
+        # As in ADE20K, 0 would be "unlabelled" and the classes count from 1.
+        self.labels = np.arange(1, len(CLASSES) + 1, dtype=np.uint8)
 
-def _run_lengths(mask: np.ndarray) -> dict:
-    """COCO's uncompressed run-length code: columns first, starting with a run of zeros."""
-    flat = np.concatenate(([False], mask.ravel(order='F')))
-    changes = np.flatnonzero(flat[1:] != flat[:-1])
-    counts = np.diff(np.concatenate(([0], changes, [mask.size])))
-    return {'size': list(mask.shape), 'counts': counts.tolist()}
+    def table_files(self) -> dict[str, str]:
+        return {split: f'annotations/instances_{split}.json' for split in SPLITS}
 
+    def write_scene(self, root: Path, split: str, index: int, scene: Scene) -> list[dict]:
+        """Write image and semantic map; returns the instances' annotations."""
+        super().write_scene(root, split, index, scene)
+        return [coco_annotation(instance, instance.label) for instance in scene.instances]
 
-def _has_hole(mask: np.ndarray) -> bool:
-    """Whether the mask encloses pixels that are not its own."""
-    pieces, _ = cv2.connectedComponents(1 - np.pad(mask, 1).astype(np.uint8), connectivity=4)
-    return pieces > 2
-
-
-def _coco_annotation(instance: Instance) -> dict:
-    """One entry of COCO's ``annotations``, of the visible part, without its two ids.
-
-    Crowds, and masks with holes (which polygons cannot tell), are run-length coded.
-    """
-    mask = instance.mask
-    rows, columns = np.flatnonzero(mask.any(1)), np.flatnonzero(mask.any(0))
-    (left, right), (top, bottom) = columns[[0, -1]].tolist(), rows[[0, -1]].tolist()
-    visible = mask[top : bottom + 1, left : right + 1]
-    run_lengths = instance.iscrowd or _has_hole(visible)
-    return {
-        'category_id': instance.label,
-        'iscrowd': int(instance.iscrowd),
-        'area': float(mask.sum()),
-        'bbox': [float(left), float(top), float(right + 1 - left), float(bottom + 1 - top)],
-        'segmentation': _run_lengths(mask) if run_lengths else _polygons(visible, left, top),
-    }
+    def write_tables(self, root: Path, records: dict[str, list], size: int) -> None:
+        categories = [{'id': label, 'name': name} for label, name in enumerate(CLASSES) if label]
+        for split, found in records.items():
+            images: list[dict[str, Any]] = [
+                {
+                    'id': index + 1,
+                    'file_name': Path(self.scene_files(split, index)['image']).name,
+                    'width': size,
+                    'height': size,
+                }
+                for index in range(len(found))
+            ]
+            annotations = number_annotations([image['id'] for image in images], found)
+            content = {'images': images, 'annotations': annotations, 'categories': categories}
+            (root / self.table_files()[split]).write_text(json.dumps(content))
 
 
-def _write_image(path: Path, image: np.ndarray, *options: int) -> None:
-    written, data = cv2.imencode(path.suffix, image, options)
-    assert written
-    path.write_bytes(data.tobytes())
+LAYOUTS: dict[str, Layout] = {'shapes': _ShapesLayout(), **OFFICIAL_LAYOUTS}
 
 
-def _write_scene(root: Path, seed: int, split: str, index: int, size: int) -> list[dict]:
-    """Write image and semantic map; returns the scene's COCO annotations."""
-    scene = draw_scene(seed, split, index, size)
-    name = _FILE_NAMES[split].format(index + 1)
-    quality = (cv2.IMWRITE_JPEG_QUALITY, scene.jpeg_quality)
-    _write_image(root / 'images' / split / f'{name}.jpg', scene.image[..., ::-1], *quality)
-    # As in ADE20K, 0 would be "unlabelled" and the classes count from 1.
-    _write_image(root / 'annotations' / split / f'{name}.png', scene.semantic + 1)
-    return [_coco_annotation(instance) for instance in scene.instances]
+def _write_scene(root: Path, layout: Layout, seed: int, split: str, index: int, size: int) -> Any:
+    return layout.write_scene(root, split, index, draw_scene(seed, split, index, size))
 
 
 def _write_split(
     root: Path,
+    layout: Layout,
     seed: int,
     split: str,
     num_images: int,
     size: int,
     workers: int,
     advance: Callable[[], None],
-) -> None:
-    """Write one split, calling ``advance`` after each image."""
-    for kind in ('images', 'annotations'):
-        (root / kind / split).mkdir(parents=True)
-    write = partial(_write_scene, root, seed, split, size=size)
-    annotations: list[dict] = []
+) -> list:
+    """Write one split's scenes, calling ``advance`` after each; returns their records."""
+    write = partial(_write_scene, root, layout, seed, split, size=size)
+    records = []
     with ThreadPoolExecutor(workers) as pool:
         try:
-            for index, found in enumerate(pool.map(write, range(num_images))):
-                for annotation in found:
-                    ids = {'id': len(annotations) + 1, 'image_id': index + 1}
-                    annotations.append(ids | annotation)
+            for record in pool.map(write, range(num_images)):
+                records.append(record)
                 advance()
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
-    images = [
-        {
-            'id': index + 1,
-            'file_name': f'{_FILE_NAMES[split].format(index + 1)}.jpg',
-            'width': size,
-            'height': size,
-        }
-        for index in range(num_images)
-    ]
-    categories = [
-        {'id': label, 'name': name} for label, name in enumerate(CLASSES) if label != _BACKGROUND
-    ]
-    content = {'images': images, 'annotations': annotations, 'categories': categories}
-    (root / 'annotations' / f'instances_{split}.json').write_text(json.dumps(content))
+    return records
 
 
 def _check_replaceable(out: Path) -> None:
     """Raise unless ``out`` is a folder that this module wrote and nobody has added to."""
     try:
         meta = json.loads((out / _MARKER).read_text())
-        expected = {_MARKER} | {f'annotations/instances_{split}.json' for split in SPLITS}
+        layout = LAYOUTS[meta.get('layout', 'shapes')]
+        expected = {_MARKER, *layout.table_files().values()}
         for split, num_images in zip(SPLITS, (meta['num_train'], meta['num_val']), strict=True):
-            for number in range(1, num_images + 1):
-                name = _FILE_NAMES[split].format(number)
-                expected |= {f'images/{split}/{name}.jpg', f'annotations/{split}/{name}.png'}
+            for index in range(num_images):
+                expected.update(layout.scene_files(split, index).values())
         found = {path.relative_to(out).as_posix() for path in out.rglob('*') if not path.is_dir()}
         strange = sorted(found - expected)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -500,15 +474,21 @@ def make_dataset(
     seed: int = 0,
     overwrite: bool = False,
     workers: int = os.cpu_count() or 1,
+    layout: str = 'shapes',
 ) -> None:
-    """Write the data set, in the layouts of ADE20K and of COCO at once, to the folder ``out``.
+    """Write the data set to the folder ``out``.
+
+    ``layout`` is ``'ade20k'``, ``'coco'`` or ``'cityscapes'``, of which
+    :mod:`mmnala.datasets.layouts` tells the files and classes, or ``'shapes'``, where semantic maps
+    and instances of the drawn classes lie side by side:
 
     * ``images/{training,validation}/ADE_{train,val}_00000001.jpg``: (size, size) RGB.
     * ``annotations/{training,validation}/*.png``: (size, size) uint8, where 1 is the first of
       ``CLASSES`` and 0 (unlabelled) does not occur: read it with ``reduce_zero_label=True``.
     * ``annotations/instances_{training,validation}.json``: COCO instances of the classes after
       the background, whose category ids are their indices in ``CLASSES``.
-    * ``meta.json``: the arguments, classes and palette.
+
+    Every layout adds ``meta.json``: the arguments, drawn classes and palette.
 
     The folder appears when it is complete and not before. The same arguments give the same bytes,
     whatever the number of ``workers`` (threads).
@@ -523,6 +503,8 @@ def make_dataset(
     for name, value in given.items():
         if value < lowest[name]:
             raise ValueError(f'{name}={value} must be at least {lowest[name]}')
+    if layout not in LAYOUTS:
+        raise ValueError(f'layout={layout!r} must be one of {", ".join(LAYOUTS)}')
     out = Path(out).resolve()
     if out.exists():
         if not overwrite:
@@ -534,13 +516,19 @@ def make_dataset(
     out.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=out.parent, prefix=f'.{out.name}-') as temporary:
         new, old = Path(temporary, 'new'), Path(temporary, 'old')
+        records = {}
         with Progress() as progress:
             for split, num_images in zip(SPLITS, (num_train, num_val), strict=True):
                 task = progress.add_task(f'{split} images', total=num_images)
                 advance = partial(progress.advance, task)
-                _write_split(new, seed, split, num_images, size, workers, advance)
+                records[split] = _write_split(
+                    new, LAYOUTS[layout], seed, split, num_images, size, workers, advance
+                )
+        LAYOUTS[layout].write_tables(new, records, size)
         del given['workers']
-        meta = given | {'classes': CLASSES, 'palette': PALETTE}
+        meta: dict[str, Any] = given | {'classes': CLASSES, 'palette': PALETTE}
+        if layout != 'shapes':
+            meta['layout'] = layout
         (new / _MARKER).write_text(json.dumps(meta, indent=1) + '\n')
         try:
             if overwrite and out.exists():
