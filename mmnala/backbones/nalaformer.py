@@ -343,6 +343,7 @@ class NaLaFormer(BaseModule):
         self.layers = nn.ModuleList()
         # Stages behind the last output would hold parameters without gradient, an error in DDP.
         last = self.out_indices[-1]
+        self.depths = tuple(depths[: last + 1])
         for i in range(last + 1):
             blocks = [
                 Block(
@@ -426,6 +427,36 @@ class NaLaFormer(BaseModule):
                 if isinstance(module, _BatchNorm):
                     module.eval()
         return self
+
+    def get_layer_depth(self, param_name: str, prefix: str = '') -> tuple[int, int]:
+        """Depth of a parameter for layer-wise learning-rate decay, and the number of depths.
+
+        The stem has depth 0 and the blocks count from 1 through all stages. The output norms start
+        fresh, so they come last, with whatever lies outside the backbone.
+
+        Args:
+            param_name: The parameter's name in the model.
+            prefix: The backbone's in it, such as ``'backbone.'``.
+        """
+        return self._depth(param_name, prefix, self.depths)
+
+    def get_stage_depth(self, param_name: str, prefix: str = '') -> tuple[int, int]:
+        """As :meth:`get_layer_depth`, but all blocks of a stage have one depth."""
+        return self._depth(param_name, prefix, [1] * len(self.depths))
+
+    def _depth(self, param_name: str, prefix: str, depths: Sequence[int]) -> tuple[int, int]:
+        first = [1, *(1 + np.cumsum(depths)).tolist()]  # of each stage, and behind the last
+        depth = first[-1]
+        match param_name.removeprefix(prefix).split('.') if param_name.startswith(prefix) else ():
+            case ['patch_embed', *_]:
+                depth = 0
+            # The downsampling is stored with the stage before it but computes the input of the
+            # next, whose width it has: as in ConvNeXt's recipe, it goes with the first block there.
+            case ['layers', stage, 'downsample', *_]:
+                depth = first[int(stage) + 1]
+            case ['layers', stage, 'blocks', block, *_]:
+                depth = first[int(stage)] + min(int(block), depths[int(stage)] - 1)
+        return depth, first[-1] + 1
 
     def _freeze(self) -> None:
         frozen = [self.patch_embed, *self.layers][: self.frozen_stages + 1]

@@ -8,8 +8,10 @@ from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 from torch import Tensor
 
+from .errors import InputError
 
-class LabelError(ValueError):
+
+class LabelError(InputError):
     """Labels, or their number, that do not fit the classes."""
 
 

@@ -13,7 +13,7 @@ from mmengine.registry import RUNNERS
 from mmengine.runner import CheckpointLoader, Runner
 from torch import nn
 
-from .label_check import LabelError
+from .errors import InputError
 from .runner import CPUDistributedRunner
 
 
@@ -23,12 +23,12 @@ def fail(message: object) -> NoReturn:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a script's main function; a dataset that is missing or empty is a one-line error."""
+    """Run a script's main function; input that cannot work is a one-line error."""
     try:
         main()
     except FileNotFoundError as error:
         fail(str(error).strip().splitlines()[-1])  # a data worker's begins with its traceback
-    except LabelError as error:
+    except InputError as error:
         fail(error)
     except ValueError as error:
         # mmengine packs the list of images and does not expect an empty one.
