@@ -1,13 +1,16 @@
 """Evaluate a checkpoint of an mmseg, mmdet or mmpretrain config."""
 
 import argparse
+import re
 from copy import deepcopy
 from pathlib import Path
 
 from mmengine.config import Config, ConfigDict
-from mmengine.evaluator import Evaluator
 from mmengine.registry import METRICS
+from mmengine.runner import Runner
 
+from mmnala.datasets.official import CITYSCAPES_LABELS
+from mmnala.engine.label_maps import DumpLabelMaps
 from mmnala.engine.tools import (
     argument_parser,
     build_runner,
@@ -25,8 +28,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--out',
         metavar='PATH',
-        help='save the predictions: a name ending in .pkl or .pickle is a file of all data '
-        'samples, any other a folder of segmentation maps (PNG, mmseg only)',
+        help='save the predictions where nothing is yet: a name ending in .pkl or .pickle is a '
+        'file of all data samples, any other a folder. mmseg: label maps (PNG) that bear the '
+        "images' names and the annotations' labels (ADE20K: 1 to 150, Cityscapes: labelIds). "
+        'mmdet: COCO results, results.bbox.json and, of masks, results.segm.json',
+    )
+    parser.add_argument(
+        '--format-only',
+        action='store_true',
+        help='save by --out what a test server wants and evaluate nothing, so that the test set '
+        'needs no annotations',
     )
     parser.add_argument('--show', action='store_true', help='show the predictions in a window')
     parser.add_argument('--show-dir', help='save pictures of the predictions under this folder')
@@ -62,10 +73,21 @@ def enable_drawing(cfg: Config, args: argparse.Namespace) -> None:
             cfg.visualizer.save_dir = folder
 
 
-def enable_tta(cfg: Config) -> None:
+def type_name(cfg: ConfigDict) -> str:
+    kind = cfg.get('type', '')
+    return kind.rsplit('.')[-1] if isinstance(kind, str) else kind.__name__
+
+
+def test_dataset(cfg: Config) -> ConfigDict:
+    """The test set's config inside its wrappers."""
     dataset = cfg.test_dataloader.dataset
     while 'dataset' in dataset:
         dataset = dataset.dataset
+    return dataset
+
+
+def enable_tta(cfg: Config) -> None:
+    dataset = test_dataset(cfg)
     if cfg.get('default_scope') == 'mmdet':
         set_default_detection_tta(cfg, dataset.pipeline)
     missing = [name for name in ('tta_model', 'tta_pipeline') if cfg.get(name) is None]
@@ -76,11 +98,11 @@ def enable_tta(cfg: Config) -> None:
 
 
 def set_default_detection_tta(cfg: Config, pipeline: list) -> None:
-    # The same defaults as mmdet's own test script.
+    # The same defaults as mmdet's own test script, with masks.
     cfg.setdefault(
         'tta_model',
         dict(
-            type='DetTTAModel',
+            type='InstanceTTAModel',
             tta_cfg=dict(nms=dict(type='nms', iou_threshold=0.5), max_per_img=100),
         ),
     )
@@ -92,41 +114,141 @@ def set_default_detection_tta(cfg: Config, pipeline: list) -> None:
     cfg.setdefault('tta_pipeline', [*deepcopy(pipeline[:-1]), augment])
 
 
-def save_predictions(evaluator: Evaluator, scope: str | None, out: str) -> None:
-    if out.endswith(('.pkl', '.pickle')):
+def without_annotations(transforms: list) -> list:
+    """The transforms, or the groups of them in TestTimeAug, that do not load annotations."""
+    kept = []
+    for transform in transforms:
+        if isinstance(transform, list):
+            transform = without_annotations(transform)
+        elif re.fullmatch(r'Load\w*Annotations', type_name(transform)):
+            continue
+        elif 'transforms' in transform:
+            inner = without_annotations(transform.transforms)
+            transform = ConfigDict(transform, transforms=inner)
+        if transform:  # TestTimeAug multiplies its groups
+            kept.append(transform)
+    return kept
+
+
+def check_slide(test_cfg: ConfigDict) -> None:
+    """Fail unless mmseg's sliding window is given and leaves no gaps."""
+    windows = [test_cfg.get(name) for name in ('crop_size', 'stride')]
+    pairs = [w for w in windows if isinstance(w, list | tuple) and len(w) == 2]
+    positive = all(isinstance(side, int) and side > 0 for pair in pairs for side in pair)
+    if len(pairs) < 2 or not positive or any(s > c for c, s in zip(*pairs, strict=True)):
+        fail(
+            'model.test_cfg with mode=slide: expected crop_size=HEIGHT,WIDTH and a stride=DOWN,'
+            f'RIGHT that is no larger, got crop_size={windows[0]} and stride={windows[1]}'
+        )
+
+
+def is_pickle(out: str) -> bool:
+    return out.endswith(('.pkl', '.pickle'))
+
+
+def claim(out: str) -> None:
+    """Fail unless --out can be written without losing or mixing results."""
+    path = Path(out)
+    if path.suffix == '.json':
+        fail(f'--out {out}: expected a name ending in .pkl or .pickle, or a folder')
+    try:
+        (path.parent if is_pickle(out) else path).mkdir(parents=True, exist_ok=True)
+        taken = path.exists() if is_pickle(out) else any(path.iterdir())
+    except OSError as error:
+        fail(f'--out {out}: {error}')
+    if taken:
+        fail(f'--out {out}: there are results already; move them or choose another name')
+
+
+def save_predictions(runner: Runner, cfg: Config, args: argparse.Namespace) -> None:
+    """Let one metric write --out, beside those that evaluate or, with --format-only, alone."""
+    evaluator = runner.test_evaluator
+    scope = cfg.get('default_scope')
+    writer = None
+    if is_pickle(args.out):
         # mmdet's own metric compresses instance masks.
         name = 'mmdet.DumpDetResults' if scope == 'mmdet' else 'DumpResults'
-        evaluator.metrics.append(METRICS.build(dict(type=name, out_file_path=out)))
-        return
-    metrics = [metric for metric in evaluator.metrics if hasattr(metric, 'output_dir')]
-    if not metrics:
+        writer = METRICS.build(dict(type=name, out_file_path=args.out))
+    elif scope == 'mmseg':
+        writer = label_map_writer(evaluator.metrics, cfg, runner, args.out)
+    elif scope == 'mmdet':
+        writer = coco_writer(evaluator.metrics, args)
+    if writer is None:
+        names = ', '.join(type(metric).__name__ for metric in evaluator.metrics)
         fail(
-            f'--out {out}: expected a name ending in .pkl or .pickle, no metric of this config '
-            'writes segmentation maps'
+            f'--out {args.out}: expected a name ending in .pkl or .pickle; a folder is for mmseg '
+            f"with IoUMetric or CityscapesMetric and mmdet with CocoMetric, the config's is {names}"
         )
-    Path(out).mkdir(parents=True, exist_ok=True)
+    others = [] if args.format_only else [m for m in evaluator.metrics if m is not writer]
+    evaluator.metrics = [*others, writer]
+
+
+def label_map_writer(metrics: list, cfg: Config, runner: Runner, out: str) -> DumpLabelMaps | None:
+    from mmseg.evaluation import CityscapesMetric, IoUMetric
+
+    if not any(isinstance(metric, CityscapesMetric | IoUMetric) for metric in metrics):
+        return None
     for metric in metrics:
-        metric.output_dir = out
-        metric.keep_results = True  # CityscapesMetric deletes its folder otherwise
+        metric.keep_results = True  # CityscapesMetric deletes its folder otherwise, maybe this one
+    dataset = runner.test_dataloader.dataset
+    images: dict[str, str] = {}
+    for index in range(len(dataset)):
+        path = dataset.get_data_info(index)['img_path']
+        other = images.setdefault(Path(path).stem, path)
+        if other != path:
+            fail(f'--out {out}: two images would have the same map: {other}, {path}')
+
+    first = int(dataset.metainfo.get('reduce_zero_label') or False)
+    labels = range(first, first + len(dataset.metainfo['classes']))
+    # Not its subclasses, whose servers want trainIds.
+    if type_name(test_dataset(cfg)) == 'CityscapesDataset':
+        labels = [label.id for label in CITYSCAPES_LABELS if label.train_id != 255]
+    return DumpLabelMaps(out, labels)
+
+
+def coco_writer(metrics: list, args: argparse.Namespace):
+    from mmdet.evaluation import CocoMetric
+
+    metric = next((metric for metric in metrics if isinstance(metric, CocoMetric)), None)
+    if metric is not None:
+        if args.format_only and metric._coco_api is None:
+            fail('--format-only: CocoMetric needs an ann_file (of images and categories)')
+        metric.outfile_prefix = str(Path(args.out) / 'results')
+        metric.format_only = args.format_only
+    return metric
 
 
 def main() -> None:
     args = parse_args()
+    if args.format_only and not args.out:
+        fail('--format-only needs --out')
     cfg = load_config(args)
     checkpoint = read_checkpoint(args.checkpoint)
     cfg.load_from = args.checkpoint
     cfg.resume = False
+    if cfg.model.get('test_cfg', {}).get('mode') == 'slide':
+        check_slide(cfg.model.test_cfg)
     if args.show or args.show_dir:
         enable_drawing(cfg, args)
     if args.tta:
         enable_tta(cfg)
+    if args.format_only:
+        dataset = test_dataset(cfg)
+        dataset.pipeline = without_annotations(dataset.pipeline)
+    if args.out:
+        claim(args.out)
 
     runner = build_runner(cfg)
     check_weights(runner.model, checkpoint, args.checkpoint)
     del checkpoint
     if args.out:
-        save_predictions(runner.test_evaluator, cfg.get('default_scope'), args.out)
-    runner.test()
+        save_predictions(runner, cfg, args)
+    try:
+        runner.test()
+    except AssertionError as error:
+        if 'TTA of instance segmentation' not in str(error):
+            raise
+        fail('--tta: tta_model.type is DetTTAModel, which has no masks; InstanceTTAModel has')
 
 
 if __name__ == '__main__':

@@ -1,10 +1,12 @@
 from .hooks import IterationSeedHook
+from .instance_tta import InstanceTTAModel
 from .label_check import LabelCheckHook
 from .layer_decay import LayerDecayOptimWrapperConstructor
 from .runner import CPUDistributedRunner
 
 __all__ = [
     'CPUDistributedRunner',
+    'InstanceTTAModel',
     'IterationSeedHook',
     'LabelCheckHook',
     'LayerDecayOptimWrapperConstructor',
