@@ -15,6 +15,7 @@ import numpy as np
 
 from mmnala.datasets.official import (
     ADE20K_CLASSES,
+    ADE20K_PREFIXES,
     CITYSCAPES_CITIES,
     CITYSCAPES_LABELS,
     COCO_CATEGORIES,
@@ -61,14 +62,13 @@ class ADE20K(Layout):
         'spotted ball': 'plaything',
         'star': 'flag',
     }
-    prefixes = {'training': 'train', 'validation': 'val'}
 
     def __init__(self) -> None:
         labels = [ADE20K_CLASSES.index(name) + 1 for name in self.classes.values()]
         self.labels = np.array(labels, np.uint8)
 
     def scene_files(self, split: str, index: int) -> dict[str, str]:
-        name = f'ADE_{self.prefixes[split]}_{index + 1:08d}'
+        name = f'{ADE20K_PREFIXES[split]}{index + 1:08d}'
         return {
             'image': f'images/{split}/{name}.jpg',
             'semantic': f'annotations/{split}/{name}.png',
@@ -266,7 +266,8 @@ def _write_jpeg(path: Path, scene: Scene) -> None:
 def _outlines(mask: np.ndarray) -> list[list[list[int]]]:
     """Polygons through the outermost pixels of a mask's pieces, as lists of [x, y]."""
     found, _ = cv2.findContours(mask.astype(np.uint8), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE)
-    return [outline[:, 0].tolist() for outline in found]
+    # A piece of a pixel or two repeats its points, since a polygon has three.
+    return [np.resize(outline.astype(int), (max(len(outline), 3), 2)).tolist() for outline in found]
 
 
 def _polygons(mask: np.ndarray, left: int, top: int) -> list[list[float]]:

@@ -29,6 +29,7 @@ ADE20K_CLASSES = (
     'pier', 'crt screen', 'plate', 'monitor', 'bulletin board', 'shower', 'radiator', 'glass',
     'clock', 'flag',
 )  # fmt: skip
+ADE20K_PREFIXES = {'training': 'ADE_train_', 'validation': 'ADE_val_'}
 ADE20K_COUNTS = {'training': 20210, 'validation': 2000}
 
 _COCO_SUPERCATEGORIES = {
