@@ -81,6 +81,8 @@ def load_config(args: argparse.Namespace) -> Config:
         cfg = Config.fromfile(args.config)
     except (OSError, SyntaxError, ImportError, ConfigParsingError) as error:
         fail(f'config {args.config}: {error}')
+    if 'data_root' in args.cfg_options and 'data_root' in cfg:
+        _move_data(cfg, cfg.data_root, args.cfg_options['data_root'])
     try:
         cfg.merge_from_dict(args.cfg_options)
     except (AttributeError, KeyError, TypeError) as error:
@@ -92,6 +94,15 @@ def load_config(args: argparse.Namespace) -> Config:
     elif cfg.get('work_dir') is None:
         cfg.work_dir = str(Path('work_dirs') / Path(args.config).stem)
     return cfg
+
+
+def _move_data(part: Any, old: str, new: str) -> None:
+    """Replace the data folder wherever a config repeats it, in loaders and evaluators."""
+    for key, value in part.items() if isinstance(part, Mapping) else enumerate(part):
+        if isinstance(value, (Mapping, list)):
+            _move_data(value, old, new)
+        elif isinstance(value, str) and f'{value}/'.startswith(f'{old.rstrip("/")}/'):
+            part[key] = new.rstrip('/') + value[len(old.rstrip('/')) :]
 
 
 def build_runner(cfg: Config) -> Runner:

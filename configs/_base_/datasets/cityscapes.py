@@ -1,5 +1,5 @@
 dataset_type = 'CityscapesDataset'
-data_root = 'data/cityscapes'
+data_root = 'data/cityscapes/'
 crop_size = (512, 1024)
 
 train_pipeline = [

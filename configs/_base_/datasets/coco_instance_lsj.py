@@ -22,4 +22,7 @@ train_pipeline = [
     dict(type='FilterAnnotations', min_gt_bbox_wh=(1e-5, 1e-5), by_mask=True),
     dict(type='PackDetInputs'),
 ]
+test_pipeline = [dict(type='LoadImageFromFile', to_float32=True), *_base_.test_pipeline[1:]]
 train_dataloader = dict(dataset=dict(pipeline=train_pipeline))
+val_dataloader = dict(dataset=dict(pipeline=test_pipeline))
+test_dataloader = val_dataloader

@@ -29,6 +29,9 @@ steps = dict(
 )
 model = dict(
     type='CascadeRCNN',
+    rpn_head=dict(
+        loss_bbox=dict(_delete_=True, type='SmoothL1Loss', beta=1.0 / 9.0, loss_weight=1.0)
+    ),
     roi_head=dict(
         type='CascadeRoIHead',
         num_stages=3,
@@ -39,6 +42,7 @@ model = dict(
         ],
     ),
     train_cfg=dict(
+        rpn=dict(allowed_border=0),
         rpn_proposal=dict(max_per_img=2000),
         rcnn=[
             dict(

@@ -1,0 +1,273 @@
+"""The config zoo: every config trains, predicts and says what the toolboxes' own recipes say."""
+
+import importlib
+import re
+from copy import deepcopy
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from mmdet.datasets import CocoDataset
+from mmdet.structures import DetDataSample
+from mmdet.structures.bbox import HorizontalBoxes
+from mmdet.structures.mask import BitmapMasks
+from mmengine.config import Config
+from mmengine.registry import MODELS, init_default_scope
+from mmengine.structures import InstanceData, PixelData
+from mmengine.utils import import_modules_from_strings
+from mmseg.structures import SegDataSample
+
+from mmnala import NaLaFormer
+
+CONFIGS = Path(__file__).parents[1] / 'configs'
+LEAVES = sorted(path for path in CONFIGS.rglob('*.py') if '_base_' not in path.parts)
+
+NO = object()
+# What the toolboxes' own configs spell out although it is the default.
+DEFAULTS = dict(
+    backend_args=None,
+    debug=False,
+    format_only=False,
+    ignore_iof_thr=-1,
+    init_cfg=None,
+    norm_cfg=None,
+    dropout_layer=None,
+    add_identity=True,
+    attn_drop=0.0,
+    proj_drop=0.0,
+    im2col_step=64,
+    pretrained=None,
+    allow_failed_imports=False,
+)
+
+
+def stock(toolbox: str, name: str) -> Config:
+    folder = Path(importlib.import_module(toolbox).__file__).parent
+    # Some name modules that are not installed here.
+    return Config.fromfile(folder / f'.mim/configs/{name}.py', import_custom_modules=False)
+
+
+def flat(value, at: str = '') -> dict:
+    """The leaves of a part of a config by path, without scopes and spelled-out defaults."""
+    if isinstance(value, dict):
+        items = [(key, item) for key, item in value.items() if DEFAULTS.get(key, NO) != item]
+    elif isinstance(value, (list, tuple)):
+        items = enumerate(value)
+    else:
+        return {at: value.removeprefix('mmdet.') if isinstance(value, str) else value}
+    size = {at: len(value)} if isinstance(value, (list, tuple)) else {}
+    return size | {
+        path: leaf for key, item in items for path, leaf in flat(item, f'{at}.{key}').items()
+    }
+
+
+DETECTORS = {
+    'mask-rcnn_nala-t_fpn_1x': 'mask_rcnn/mask-rcnn_r50_fpn_1x',
+    'retinanet_nala-t_fpn_1x': 'retinanet/retinanet_r50_fpn_1x',
+    'mask-rcnn_nala-t_fpn_ms-crop-3x': 'swin/mask-rcnn_swin-t-p4-w7_fpn_ms-crop-3x',
+    'cascade-mask-rcnn_nala-t_fpn_4conv1fc-giou_ms-crop-3x': 'convnext/cascade-mask-rcnn_'
+    'convnext-t-p4-w7_fpn_4conv1fc-giou_amp-ms-crop-3x',
+    'mask2former_nala-t_8xb2-lsj-50e': 'mask2former/mask2former_r50_8xb2-lsj-50e',
+    'dino-4scale_nala-t_8xb2-12e': 'dino/dino-4scale_r50_8xb2-12e',
+}
+
+
+# Besides the backbone and its channels.
+DIFFERENCES = [
+    r'\.neck\.start_level',  # RetinaNet: ours leaves the unused stage out in the backbone
+    r'\.data_preprocessor\.seg_pad_value',  # Mask2Former: of the panoptic base, not used
+    r'\.dataset\.data_prefix\.seg',  # likewise
+    r'\.transforms\.1\.0\.scales\.\d\.1',  # the longer side before a crop: Swin 1333, DETR 4200
+    r'.*\.(cross|self)_attn_cfg\.dropout',  # Mask2Former: 0 by default
+    r'.*\.reduce_zero_label',  # by default that of the dataset
+    r'\.num_workers',
+    r'\.pretrained',
+    r'\.(.*_head|neck)\.in_channels(\.\d)?',
+]
+
+
+def assert_same(ours, theirs, *differences: str) -> None:
+    ours, theirs = flat(ours), flat(theirs)
+    different = {path for path in ours | theirs if ours.get(path, NO) != theirs.get(path, NO)}
+    allowed = re.compile('|'.join((*DIFFERENCES, *differences)))
+    assert not {path for path in different if not allowed.fullmatch(path)}
+
+
+@pytest.mark.parametrize(('ours', 'theirs'), DETECTORS.items())
+def test_detectors_follow_the_toolbox(ours, theirs):
+    ours, theirs = (
+        Config.fromfile(CONFIGS / f'coco/{ours}_coco.py'),
+        stock('mmdet', f'{theirs}_coco'),
+    )
+    assert_same(ours.model, theirs.model, r'\.backbone.*')
+    for loader in ('train_dataloader', 'val_dataloader', 'test_dataloader'):
+        assert_same(ours[loader], theirs[loader], r'\.dataset\.pipeline.*\.scales\.\d\.1')
+    assert_same(ours.val_evaluator, theirs.val_evaluator)
+    assert ours.train_cfg == theirs.train_cfg
+
+
+SEGMENTORS = {
+    'ade20k/upernet_nala-t_8xb2-160k_ade20k-512x512': 'swin/swin-tiny-patch4-window7-in1k-pre_'
+    'upernet_8xb2-160k_ade20k-512x512',
+    'ade20k/segformer_nala-t_8xb2-160k_ade20k-512x512': 'segformer/'
+    'segformer_mit-b0_8xb2-160k_ade20k-512x512',
+    'ade20k/mask2former_nala-t_8xb2-160k_ade20k-512x512': 'mask2former/'
+    'mask2former_r50_8xb2-160k_ade20k-512x512',
+    'ade20k/fpn_nala-t_8xb2-80k_ade20k-512x512': 'sem_fpn/fpn_r50_4xb4-160k_ade20k-512x512',
+    'cityscapes/upernet_nala-t_4xb2-160k_cityscapes-512x1024': 'upernet/'
+    'upernet_r50_4xb2-80k_cityscapes-512x1024',
+    'cityscapes/upernet_nala-t_4xb2-160k_cityscapes-769x769': 'upernet/'
+    'upernet_r50_4xb2-80k_cityscapes-769x769',
+    'cityscapes/fpn_nala-t_4xb2-80k_cityscapes-512x1024': 'sem_fpn/'
+    'fpn_r50_4xb2-80k_cityscapes-512x1024',
+}
+
+
+@pytest.mark.parametrize(('ours', 'theirs'), SEGMENTORS.items())
+def test_segmentors_follow_the_toolbox(ours, theirs):
+    ours, theirs = Config.fromfile(CONFIGS / f'{ours}.py'), stock('mmseg', theirs)
+    assert_same(ours.model, theirs.model, r'\.backbone.*')
+    for loader in ('train_dataloader', 'val_dataloader', 'test_dataloader'):
+        assert_same(ours[loader], theirs[loader], r'\.batch_size')
+    assert_same(ours.tta_pipeline, stock('mmseg', theirs_dataset(ours)).tta_pipeline)
+    assert ours.val_evaluator == theirs.val_evaluator
+
+
+def theirs_dataset(cfg: Config) -> str:
+    return '_base_/datasets/' + cfg.dataset_type.removesuffix('Dataset').lower()
+
+
+@pytest.mark.parametrize('path', LEAVES, ids=lambda path: path.stem)
+def test_names_say_what_the_config_does(path):
+    """Variant, batch, schedule, crop and data set of the file's name are those inside."""
+    cfg = Config.fromfile(path)
+    backbone = cfg.model.backbone
+    if variant := re.search(r'nala-(\w+?)_', path.stem):
+        assert backbone.arch == variant[1]
+    if backbone.type == 'NaLaFormer':
+        stages = backbone.get('out_indices', (0, 1, 2, 3))
+        channels = [NaLaFormer.out_channels[backbone.arch][stage] for stage in stages]
+        parts = [cfg.model.get(part, {}) for part in ('neck', 'panoptic_head', 'decode_head')]
+        assert next(part.in_channels for part in parts if 'in_channels' in part) == channels
+    assert cfg.auto_scale_lr.base_batch_size in (4, 8, 16) and not cfg.auto_scale_lr.enable
+    if batch := re.search(r'(\d)xb(\d)', path.stem):
+        gpus, each = map(int, batch.groups())
+        assert cfg.train_dataloader.batch_size == each
+        assert cfg.auto_scale_lr.base_batch_size == gpus * each
+    if iterations := re.search(r'-(\d+)k_', path.stem):
+        assert cfg.train_cfg.max_iters == int(iterations[1]) * 1000 == cfg.param_scheduler[-1].end
+    if crop := re.search(r'(\d+)x(\d+)$', path.stem):
+        size = tuple(map(int, crop.groups()))
+        assert cfg.crop_size == cfg.model.data_preprocessor.size == size
+    for name, milestones in (('1x', [8, 11]), ('3x', [27, 33])):
+        if f'{name}_' in path.stem:
+            assert cfg.train_cfg.max_epochs == cfg.param_scheduler[-1].end == int(name[0]) * 12
+            assert cfg.param_scheduler[-1].milestones == milestones
+            assert cfg.optim_wrapper.optimizer == dict(
+                type='AdamW', lr=1e-4, betas=(0.9, 0.999), weight_decay=0.05
+            )
+    dtype = {'amp-1x': 'float16', 'amp-160k': 'float16', 'amp-bf16': 'bfloat16'}
+    amp = re.search('|'.join(dtype), path.stem)
+    assert cfg.optim_wrapper.get('dtype') == (amp and dtype[amp[0]])
+    assert ('constructor' in cfg.optim_wrapper) == ('-lld-' in path.stem)
+
+
+def build(cfg: Config) -> torch.nn.Module:
+    if 'custom_imports' in cfg:
+        import_modules_from_strings(**cfg.custom_imports)
+    init_default_scope(cfg.default_scope)
+    model = MODELS.build(cfg.model)
+    model.init_weights()
+    return model
+
+
+def semantic_sample(num_classes: int, side: int) -> SegDataSample:
+    labels = torch.arange(side * side).reshape(1, side, side) // 97 % num_classes
+    size = (side, side)
+    return SegDataSample(
+        gt_sem_seg=PixelData(data=labels), metainfo=dict(img_shape=size, ori_shape=size)
+    )
+
+
+def instance_sample(num_classes: int, side: int) -> DetDataSample:
+    corners = np.array([[4, 4, 40, 36], [20, 30, 58, 60]]) * side / 64
+    masks = np.zeros((2, side, side), np.uint8)
+    for mask, (left, top, right, bottom) in zip(masks, corners.astype(int), strict=True):
+        mask[top:bottom, left:right] = 1
+    sample = DetDataSample(metainfo=dict(img_shape=(side, side), ori_shape=(side, side)))
+    sample.set_metainfo(dict(scale_factor=(1.0, 1.0), batch_input_shape=(side, side)))
+    sample.gt_instances = InstanceData(
+        bboxes=HorizontalBoxes(torch.tensor(corners, dtype=torch.float32)),
+        labels=torch.tensor([1, num_classes - 1]),
+        masks=BitmapMasks(masks, side, side),
+    )
+    sample.ignored_instances = InstanceData(bboxes=HorizontalBoxes(torch.zeros(0, 4)))
+    return sample
+
+
+def shrink(cfg: Config, side: int) -> None:
+    """Make images square with this side, and keep the proposals of detectors few."""
+    preprocessor = cfg.model.data_preprocessor
+    if cfg.default_scope == 'mmseg':
+        preprocessor.size = (side, side)
+        return
+    for augment in preprocessor.get('batch_augments', ()):
+        augment.size = (side, side)
+    train, test = cfg.model.train_cfg, cfg.model.test_cfg
+    if 'rcnn' in test:
+        train.rpn_proposal.max_per_img = test.rpn.max_per_img = 20
+        test.rcnn.max_per_img = 4
+        steps = train.rcnn if isinstance(train.rcnn, list) else [train.rcnn]
+        for step in steps:
+            step.sampler.num = 16
+    if 'num_queries' in cfg.model:
+        cfg.model.num_queries = 20
+    test.get('rcnn', test).score_thr = 0.0  # an untrained model is not sure of anything
+
+
+@pytest.mark.parametrize('path', LEAVES, ids=lambda path: path.stem)
+def test_a_step_and_a_prediction(path):
+    """Losses and gradients are finite, no parameter is left out, predictions have their shapes."""
+    cfg = Config.fromfile(path)
+    semantic = cfg.default_scope == 'mmseg'
+    side = 64
+    shrink(cfg, side)
+    if semantic:
+        num_classes = cfg.model.decode_head.num_classes
+        sample = semantic_sample(num_classes, side)
+    else:
+        num_classes = len(cfg.get('metainfo', CocoDataset.METAINFO)['classes'])
+        sample = instance_sample(num_classes, side)
+
+    torch.manual_seed(0)
+    model = build(cfg).train()
+    images = [torch.randint(0, 256, (3, side, side), dtype=torch.uint8) for _ in range(2)]
+    batch = dict(inputs=images, data_samples=[sample, deepcopy(sample)])
+    losses = model(**model.data_preprocessor(deepcopy(batch), True), mode='loss')
+    loss, parts = model.parse_losses(losses)
+    loss.backward()
+    assert all(part.isfinite() for part in parts.values()), parts
+    wrong = [
+        name
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+        and (parameter.grad is None or not parameter.grad.isfinite().all())
+    ]
+    assert not wrong
+
+    model.eval()
+    with torch.no_grad():
+        results = model.test_step(batch)
+    assert len(results) == 2
+    for result in results:
+        if semantic:
+            assert result.seg_logits.data.shape == (num_classes, side, side)
+            assert result.pred_sem_seg.data.shape == (1, side, side)
+            assert result.pred_sem_seg.data.max() < num_classes
+        else:
+            found = result.pred_instances
+            assert len(found) > 0 and found.bboxes.shape == (len(found), 4)
+            assert found.labels.max() < num_classes
+            if 'segm' in cfg.val_evaluator.metric:
+                assert found.masks.shape == (len(found), side, side)
