@@ -1,5 +1,6 @@
 """The shapes data set: what is on disk, what both toolboxes read of it, and what it asks for."""
 
+import importlib.util
 import json
 import runpy
 import sys
@@ -8,10 +9,13 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+from mmengine import Config
+from PIL import Image
 from pycocotools import mask as coco_mask
 from pycocotools.coco import COCO
 
-from mmnala.datasets import shapes
+from mmnala.datasets import official, shapes
+from mmnala.datasets.layouts import OFFICIAL_LAYOUTS
 from mmnala.datasets.shapes import CLASSES, PALETTE, draw_scene, make_dataset
 
 TOOL = Path(__file__).parents[1] / 'tools' / 'make_demo_dataset.py'
@@ -215,6 +219,228 @@ def test_mmdet_reads_it(root):
             assert (mask != found.mask).sum() <= max(2, 0.1 * found.mask.sum())
 
 
+@pytest.fixture(scope='module', params=OFFICIAL_LAYOUTS)
+def layout_root(request, tmp_path_factory):
+    """A folder in one of the official layouts, named after it."""
+    folder = tmp_path_factory.mktemp('layouts') / request.param
+    make_dataset(folder, 20, 4, 64, layout=request.param)
+    return folder
+
+
+def toolbox_dataset(toolbox: str, name: str, root: Path, split: str):
+    """A toolbox's own data set by its own config, cut after the loading of image and truth."""
+    module = importlib.import_module(f'{toolbox}.utils')
+    module.register_all_modules()
+    configs = Path(importlib.util.find_spec(toolbox).origin).parent / '.mim/configs'
+    config = Config.fromfile(configs / f'_base_/datasets/{name}.py')
+    dataset = config[f'{split}_dataloader'].dataset
+    # Testing pipelines resize in between, and load the truth after it.
+    loading = [step for step in dataset.pipeline if step.type.startswith('Load')]
+    dataset.update(data_root=str(root), pipeline=loading, _scope_=toolbox)
+    return importlib.import_module(f'{toolbox}.registry').DATASETS.build(dataset)
+
+
+def test_official_tables():
+    from cityscapesscripts.helpers.labels import labels
+    from mmdet.datasets import CocoDataset
+    from mmseg.datasets import ADE20KDataset, CityscapesDataset
+    from torchvision.models._meta import _COCO_CATEGORIES
+
+    def stripped(names):
+        return tuple(name.strip() for name in names)  # mmseg has a 'bed '
+
+    assert stripped(ADE20KDataset.METAINFO['classes']) == official.ADE20K_CLASSES
+    names = {category['id']: category['name'] for category in official.COCO_CATEGORIES}
+    assert tuple(names.values()) == CocoDataset.METAINFO['classes']
+    assert all(_COCO_CATEGORIES[number] == name for number, name in names.items())
+    assert (
+        tuple(
+            (label.name, label.id, label.trainId, label.hasInstances, label.color)
+            for label in labels
+            if label.id >= 0
+        )
+        == official.CITYSCAPES_LABELS
+    )
+    train_ids = {label.train_id: label.name for label in official.CITYSCAPES_LABELS}
+    del train_ids[255]
+    assert tuple(train_ids.values()) == CityscapesDataset.METAINFO['classes']
+
+
+@pytest.mark.parametrize('layout', OFFICIAL_LAYOUTS.values(), ids=OFFICIAL_LAYOUTS)
+def test_every_drawn_class_has_an_official_one(layout):
+    assert tuple(layout.classes) == CLASSES
+    assert len(set(layout.classes.values())) == len(CLASSES)
+
+
+def test_layout_same_arguments_same_bytes(tmp_path, layout_root):
+    make_dataset(tmp_path / 'again', 20, 4, 64, workers=1, layout=layout_root.name)
+    assert contents(tmp_path / 'again') == contents(layout_root)
+
+
+def test_official_names(layout_root):
+    expected = {
+        'ade20k': {
+            'objectInfo150.txt',
+            'sceneCategories.txt',
+            *(f'images/training/ADE_train_{number:08d}.jpg' for number in range(1, 21)),
+            *(f'annotations/training/ADE_train_{number:08d}.png' for number in range(1, 21)),
+            *(f'images/validation/ADE_val_{number:08d}.jpg' for number in range(1, 5)),
+            *(f'annotations/validation/ADE_val_{number:08d}.png' for number in range(1, 5)),
+        },
+        'coco': {
+            'annotations/instances_train2017.json',
+            'annotations/instances_val2017.json',
+            *(f'train2017/{number:012d}.jpg' for number in range(1, 40, 2)),
+            *(f'val2017/{number:012d}.jpg' for number in range(2, 9, 2)),
+        },
+        'cityscapes': set(),
+    }
+    # 18 cities have training images, 3 validation images; every city has one before any has two.
+    scenes = [f'train/{city}/{city}_000000' for city in official.CITYSCAPES_CITIES['train']]
+    scenes += ['train/aachen/aachen_000001', 'train/bochum/bochum_000001']
+    scenes += [f'val/{city}/{city}_000000' for city in ('frankfurt', 'lindau', 'munster')]
+    scenes += ['val/frankfurt/frankfurt_000001']
+    for scene in scenes:
+        expected['cityscapes'].add(f'leftImg8bit/{scene}_000019_leftImg8bit.png')
+        for kind in ('color', 'instanceIds', 'labelIds', 'labelTrainIds'):
+            expected['cityscapes'].add(f'gtFine/{scene}_000019_gtFine_{kind}.png')
+        expected['cityscapes'].add(f'gtFine/{scene}_000019_gtFine_polygons.json')
+    assert set(contents(layout_root)) == expected[layout_root.name] | {'meta.json'}
+    meta = json.loads((layout_root / 'meta.json').read_text())
+    assert meta['layout'] == layout_root.name
+
+
+@pytest.mark.parametrize('layout_root', ['ade20k', 'cityscapes'], indirect=True)
+@pytest.mark.parametrize('split', ['train', 'val'])
+def test_mmseg_reads_the_layout(layout_root, split):
+    dataset = toolbox_dataset('mmseg', layout_root.name, layout_root, split)
+    layout = OFFICIAL_LAYOUTS[layout_root.name]
+    drawn_split = {'train': 'training', 'val': 'validation'}[split]
+    number = {'train': 20, 'val': 4}[split]
+    indices = {
+        str(layout_root / layout.scene_files(drawn_split, index)['image']): index
+        for index in range(number)
+    }
+    classes = dataset.metainfo['classes']
+    labels = np.array([classes.index(name) for name in layout.classes.values()])
+    items = list(dataset)
+    assert {item['img_path'] for item in items} == set(indices)
+    for item in items:
+        scene = draw_scene(0, drawn_split, indices[item['img_path']], 64)
+        assert (item['gt_seg_map'] == labels[scene.semantic]).all()
+        difference = np.abs(item['img'][..., ::-1] - scene.image.astype(float))
+        assert difference.mean() < {'ade20k': 14, 'cityscapes': 1e-9}[layout_root.name]
+
+
+@pytest.mark.parametrize('layout_root', ['coco'], indirect=True)
+@pytest.mark.parametrize('split', ['train', 'val'])
+def test_mmdet_reads_the_layout(layout_root, split):
+    dataset = toolbox_dataset('mmdet', 'coco_instance', layout_root, split)
+    number, first = {'train': (20, 1), 'val': (4, 2)}[split]
+    assert len(dataset) == number
+    classes, names = dataset.metainfo['classes'], list(OFFICIAL_LAYOUTS['coco'].classes.values())
+    for index, item in enumerate(dataset):
+        assert item['img_id'] == first + 2 * index
+        scene = draw_scene(0, {'train': 'training', 'val': 'validation'}[split], index, 64)
+        instances = scene.instances
+        labels = [classes.index(names[found.label]) for found in instances]
+        assert item['gt_bboxes_labels'].tolist() == labels
+        assert item['gt_ignore_flags'].tolist() == [found.iscrowd for found in instances]
+        boxes = item['gt_bboxes'].tensor.numpy()
+        for box, mask, found in zip(boxes, item['gt_masks'].masks, instances, strict=True):
+            rows, columns = np.nonzero(found.mask)
+            expected = [columns.min(), rows.min(), columns.max() + 1, rows.max() + 1]
+            assert box.tolist() == expected
+            allowed = 0 if found.iscrowd else max(2, 0.1 * found.mask.sum())
+            assert (mask != found.mask).sum() <= allowed
+
+
+@pytest.mark.parametrize('layout_root', ['coco'], indirect=True)
+@pytest.mark.parametrize('split', ['train2017', 'val2017'])
+def test_coco_files_are_official(layout_root, split):
+    content = json.loads((layout_root / f'annotations/instances_{split}.json').read_text())
+    assert list(content) == ['info', 'licenses', 'images', 'annotations', 'categories']
+    assert content['categories'] == list(official.COCO_CATEGORIES)
+    assert len(content['categories']) == 80
+    assert content['categories'][-1] == {
+        'supercategory': 'indoor',
+        'id': 90,
+        'name': 'toothbrush',
+    }
+    for image in content['images']:
+        assert image['file_name'] == f'{image["id"]:012d}.jpg'
+        assert (image['width'], image['height']) == (64, 64)
+    numbers = [annotation['id'] for annotation in content['annotations']]
+    assert numbers == list(range(1, len(numbers) + 1))
+    assert {found['category_id'] for found in content['annotations']} <= {63, 72, 84, 37, 55, 38}
+
+
+@pytest.mark.parametrize('layout_root', ['cityscapes'], indirect=True)
+def test_cityscapes_polygons_give_the_label_maps(layout_root):
+    from cityscapesscripts.helpers.annotation import Annotation
+    from cityscapesscripts.preparation.json2instanceImg import createInstanceImage
+    from cityscapesscripts.preparation.json2labelImg import createLabelImage
+
+    groups = 0
+    for path in layout_root.rglob('*_polygons.json'):
+        annotation = Annotation()
+        annotation.fromJsonFile(str(path))
+        groups += sum(found.label.endswith('group') for found in annotation.objects)
+        drawn = {
+            'labelIds': createLabelImage(annotation, 'ids'),
+            'labelTrainIds': createLabelImage(annotation, 'trainIds'),
+            'color': createLabelImage(annotation, 'color'),
+            'instanceIds': createInstanceImage(annotation, 'ids'),
+        }
+        for kind, image in drawn.items():
+            written = Image.open(str(path).replace('polygons.json', f'{kind}.png'))
+            assert written.mode == {'instanceIds': 'I;16', 'color': 'RGBA'}.get(kind, 'L')
+            assert (np.array(written) == np.array(image)).all(), (path.name, kind)
+    assert groups
+
+
+@pytest.mark.parametrize('layout_root', ['ade20k'], indirect=True)
+def test_ade20k_tables(layout_root):
+    lines = (layout_root / 'objectInfo150.txt').read_text().splitlines()
+    assert lines[0].split('\t') == ['Idx', 'Ratio', 'Train', 'Val', 'Name']
+    rows = [line.split('\t') for line in lines[1:]]
+    assert [(int(row[0]), row[4]) for row in rows] == list(enumerate(official.ADE20K_CLASSES, 1))
+    assert sum(float(row[1]) for row in rows) == pytest.approx(1, abs=1e-3)
+    sky = np.concatenate([read_split(layout_root, split)[1] == 3 for split in shapes.SPLITS])
+    present = sky.any((1, 2))
+    assert float(rows[2][1]) == pytest.approx(sky.mean(), abs=1e-4)
+    assert rows[2][2:4] == [str(present[:20].sum()), str(present[20:].sum())]
+    scenes = (layout_root / 'sceneCategories.txt').read_text().splitlines()
+    assert (len(scenes), scenes[0], scenes[-1]) == (
+        24,
+        'ADE_train_00000001 misc',
+        'ADE_val_00000004 misc',
+    )
+
+
+@pytest.mark.parametrize('layout', OFFICIAL_LAYOUTS)
+def test_an_official_layout_is_replaced_and_protected_like_the_own(tmp_path, layout):
+    out = tmp_path / 'out'
+    make_dataset(out, 1, 1, 32, layout=layout)
+    make_dataset(out, 2, 1, 32, overwrite=True, layout=layout)
+    make_dataset(tmp_path / 'fresh', 2, 1, 32, layout=layout)
+    assert contents(out) == contents(tmp_path / 'fresh')
+    make_dataset(out, 1, 1, 32, overwrite=True)
+    make_dataset(out, 1, 1, 32, overwrite=True, layout=layout)
+    next(out.rglob('*.png' if layout == 'cityscapes' else '*.jpg')).with_name('mine').touch()
+    before = contents(out)
+    with pytest.raises(FileExistsError, match='holds files of others.*/mine'):
+        make_dataset(out, 1, 1, 32, overwrite=True, layout=layout)
+    assert contents(out) == before
+
+
+def test_unknown_layout(tmp_path):
+    message = "^layout='voc' must be one of shapes, ade20k, coco, cityscapes$"
+    with pytest.raises(ValueError, match=message):
+        make_dataset(tmp_path / 'new', layout='voc')
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize('size', [32, 257])
 def test_small_and_odd_sizes(size):
     for index in range(5):
@@ -298,6 +524,8 @@ def test_command(tmp_path, monkeypatch, capsys):
     make_dataset('same', 2, 1, 40, 5)
     assert contents(tmp_path / 'deep' / 'set') == contents(tmp_path / 'same')
     run(*small, '--overwrite')
+    run(*small, '--overwrite', '--layout', 'coco')
+    assert (tmp_path / 'deep/set/val2017/000000000002.jpg').is_file()
 
     capsys.readouterr()
     for options, message in ((small, 'already exists'), (('--size', '8'), 'size=8 must be')):

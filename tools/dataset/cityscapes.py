@@ -209,9 +209,10 @@ def check(args: argparse.Namespace, report: Report) -> None:
         try:
             import cityscapesscripts.preparation.json2labelImg  # noqa: F401
         except ImportError as error:
+            # Without the dependencies of its graphical tools, a `typing` from PyPI among them.
             sys.exit(
                 f'--make-train-ids needs cityscapesscripts ({error}): '
-                'pip install cityscapesscripts==2.3.0'
+                'pip install --no-deps cityscapesscripts==2.3.0 pyquaternion==0.9.9'
             )
     folders = [
         f'{kind}/{split}' for split in ('train', 'val') for kind in ('leftImg8bit', 'gtFine')
