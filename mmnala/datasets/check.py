@@ -239,26 +239,26 @@ def read_json(path: Path, max_bytes: int) -> Any:
         raise ValueError('is nested too deeply') from None
 
 
-def find_folders(
+def find_parts(
     root: Path,
-    folders: Sequence[str],
+    parts: Sequence[str],
     archives: Sequence[str],
     mistakes: Mapping[str, Sequence[str]],
     report: Report,
 ) -> bool:
-    """Whether the ``folders`` are under ``root``; if not, report that and what may have happened.
+    """Whether the ``parts`` (paths) are under ``root``; if not, report that and what may be behind.
 
     ``archives`` are the names of the downloads, ``mistakes`` maps hints to what else may lie under
     ``root`` (patterns) when they apply.
     """
-    missing = [folder for folder in folders if not (root / folder).is_dir()]
+    missing = [root / part for part in parts if not (root / part).exists()]
     if not missing:
         return True
-    for path in [root / folder for folder in missing] if root.is_dir() else [root]:
-        report.add('missing folder', str(path))
+    for path in missing if root.exists() else [root]:
+        report.add('missing', str(path))
 
     def complete(candidate: Path) -> bool:
-        return all((candidate / folder).is_dir() for folder in folders)
+        return all((candidate / part).exists() for part in parts)
 
     above = [root.resolve().parent, root.resolve().parent.parent]
     below = sorted(found for pattern in ('*/', '*/*/') for found in root.glob(pattern))

@@ -12,7 +12,7 @@ from mmnala.datasets.check import (
     Problem,
     Report,
     command_line,
-    find_folders,
+    find_parts,
     in_parallel,
     label_problems,
     list_names,
@@ -43,7 +43,7 @@ def find_names(folder: Path, split: str, suffix: str, report: Report) -> set[str
     names = set()
     for name in list_names(folder):
         match = pattern.fullmatch(name)
-        if match and 1 <= int(match[1]) <= ADE20K_COUNTS[split] and (folder / name).is_file():
+        if match and 1 <= int(match[1]) <= ADE20K_COUNTS[split]:
             names.add(name.removesuffix(suffix))
         else:
             report.add('unexpected file', f'{folder / name}')
@@ -70,8 +70,8 @@ def check_pair(root: Path, split: str, name: str) -> list[Problem]:
 
 def check(args: argparse.Namespace, report: Report) -> None:
     root = args.root
-    folders = [f'{kind}/{split}' for split in ADE20K_COUNTS for kind in ('images', 'annotations')]
-    if not find_folders(root, folders, ARCHIVES, MISTAKES, report):
+    parts = [f'{kind}/{split}' for split in ADE20K_COUNTS for kind in ('images', 'annotations')]
+    if not find_parts(root, parts, ARCHIVES, MISTAKES, report):
         return
     for split, official in ADE20K_COUNTS.items():
         images = find_names(root / 'images' / split, split, '.jpg', report)

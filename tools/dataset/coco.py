@@ -15,7 +15,7 @@ from mmnala.datasets.check import (
     Problem,
     Report,
     command_line,
-    find_folders,
+    find_parts,
     in_parallel,
     list_names,
     read_image,
@@ -71,8 +71,8 @@ def check_categories(categories: dict[int, dict], report: Report, file: str) -> 
         if number not in categories:
             report.add('missing category', f'{file}: {number}, {NAMES[number]!r}')
         elif name != NAMES.get(number):
-            official = repr(NAMES.get(number, 'none'))
-            report.add('category not official', f'{file}: {number} is {name!r}, not {official}')
+            official = f', officially {NAMES[number]!r}' if number in NAMES else ''
+            report.add('category not official', f'{file}: {number} is {name!r}{official}')
 
 
 def image_problems(image: dict) -> Iterator[Problem]:
@@ -151,9 +151,6 @@ def check_file(folder: Path, image: dict) -> list[Problem]:
 
 def check_split(root: Path, split: str, args: argparse.Namespace, report: Report) -> None:
     file = f'annotations/instances_{split}.json'
-    if not (root / file).exists():
-        report.add('missing file', file)
-        return
     try:
         content = read_json(root / file, MAX_JSON_BYTES)
         for kind in ('images', 'annotations', 'categories'):
@@ -198,7 +195,8 @@ def check_split(root: Path, split: str, args: argparse.Namespace, report: Report
 
 
 def check(args: argparse.Namespace, report: Report) -> None:
-    if find_folders(args.root, [*COCO_COUNTS, 'annotations'], ARCHIVES, MISTAKES, report):
+    parts = [*COCO_COUNTS, *(f'annotations/instances_{split}.json' for split in COCO_COUNTS)]
+    if find_parts(args.root, parts, ARCHIVES, MISTAKES, report):
         for split in COCO_COUNTS:
             check_split(args.root, split, args, report)
 
