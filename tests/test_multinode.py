@@ -41,7 +41,7 @@ def test_two_nodes_equal_one_with_two_processes(tmp_path):
             assert node.returncode == 0, output
     finally:
         for node in nodes:
-            node.kill()
+            node.terminate()
     for rank in run_pair('train.py', config, '--work-dir', 'node', cwd=tmp_path, port=free_port()):
         assert rank.code == 0, rank.output
 

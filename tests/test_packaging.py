@@ -1,40 +1,82 @@
 """What `pip install mmnala` brings along, and what importing mmnala needs."""
 
+import csv
 import email
 import re
 import shutil
+import socket
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
+from mmengine.config import Config
+from toy import ENVIRONMENT
 
 import mmnala
+from mmnala.datasets.shapes import make_dataset
 
 ROOT = Path(__file__).parent.parent
 ONEDL = {'onedl-mmengine', 'onedl-mmcv', 'onedl-mmdetection', 'onedl-mmsegmentation'}
 OPENMMLAB = {'mmengine', 'mmcv', 'mmdet', 'mmsegmentation'}
 
 
-@pytest.fixture(scope='module')
-def wheel(tmp_path_factory):
-    """The wheel, built from a copy so that the checkout stays free of build folders."""
-    source = tmp_path_factory.mktemp('source')
-    for name in ('setup.cfg', 'pyproject.toml', 'MANIFEST.in', 'LICENSE', 'README.md'):
-        if (ROOT / name).exists():
-            shutil.copy(ROOT / name, source)
-    for name in ('mmnala', 'tests', 'tools', 'configs'):
-        shutil.copytree(ROOT / name, source / name)
-    target = tmp_path_factory.mktemp('wheel')
-    command = [sys.executable, '-m', 'pip', 'wheel', '--no-deps', '--no-build-isolation']
+def run(*command, cwd, **env):
+    """Run a Python command line and return what it prints."""
     done = subprocess.run(
-        [*command, '--wheel-dir', str(target), str(source)], capture_output=True, text=True
+        [sys.executable, *map(str, command)],
+        cwd=cwd,
+        env=ENVIRONMENT | env,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def build_wheel(source, target):
+    options = ['--quiet', '--no-deps', '--no-build-isolation', '--wheel-dir', target]
+    run('-m', 'pip', 'wheel', *options, source, cwd=target)
     (path,) = target.glob('*.whl')
-    with zipfile.ZipFile(path) as archive:
+    return path
+
+
+@pytest.fixture(scope='module')
+def source(tmp_path_factory):
+    """A copy of the checkout, which itself stays free of build folders, with litter in it."""
+    source = tmp_path_factory.mktemp('source')
+    for path in (path for path in ROOT.iterdir() if path.is_file()):
+        shutil.copy(path, source)
+    for name in ('mmnala', 'tests', 'tools', 'configs'):
+        shutil.copytree(ROOT / name, source / name)
+    for name in (
+        *('tools/__pycache__/train.cpython-311.pyc', 'configs/coco/notes.txt', 'configs/a.pth'),
+        *('work_dirs/run/config.py', 'data/shapes/shapes.py'),
+    ):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).touch()
+    return source
+
+
+@pytest.fixture(scope='module')
+def wheel_file(source, tmp_path_factory):
+    return build_wheel(source, tmp_path_factory.mktemp('wheel'))
+
+
+@pytest.fixture(scope='module')
+def wheel(wheel_file):
+    with zipfile.ZipFile(wheel_file) as archive:
         yield archive
+
+
+@pytest.fixture(scope='module')
+def installed(wheel_file, tmp_path_factory):
+    """A folder that the wheel is installed into, without what it requires."""
+    target = tmp_path_factory.mktemp('site packages')
+    run('-m', 'pip', 'install', '--quiet', '--no-deps', '--target', target, wheel_file, cwd=target)
+    return target
 
 
 @pytest.fixture(scope='module')
@@ -65,10 +107,15 @@ def test_core_requires_no_openmmlab_distribution(metadata):
 
 
 def test_extras_hold_one_family_each(metadata):
-    assert set(metadata.get_all('Provides-Extra')) == {'onedl', 'openmmlab', 'dev'}
+    assert set(metadata.get_all('Provides-Extra')) == {'onedl', 'openmmlab', 'cityscapes', 'dev'}
     assert requirements(metadata, 'onedl') == ONEDL
     assert requirements(metadata, 'openmmlab') == OPENMMLAB
+    assert requirements(metadata, 'cityscapes') == {'cityscapesscripts'}
     assert requirements(metadata, 'dev') == {'pytest', 'ruff', 'mypy'}
+
+
+def files_under(folder, *patterns):
+    return {path.relative_to(ROOT).as_posix() for p in patterns for path in folder.rglob(p)}
 
 
 def test_wheel_holds_the_package_alone(wheel):
@@ -78,8 +125,72 @@ def test_wheel_holds_the_package_alone(wheel):
         f'mmnala-{mmnala.__version__}.dist-info',
     }
     packaged = {name for name in names if name.startswith('mmnala/')}
-    sources = {str(path.relative_to(ROOT)) for path in (ROOT / 'mmnala').rglob('*.py')}
-    assert packaged == sources | {'mmnala/py.typed'}
+    mim = {name.removeprefix('mmnala/.mim/') for name in packaged if '/.mim/' in name}
+    assert packaged - {f'mmnala/.mim/{name}' for name in mim} == (
+        files_under(ROOT / 'mmnala', '*.py') | {'mmnala/py.typed'}
+    )
+    assert mim == (
+        files_under(ROOT / 'configs', '*.py', 'metafile.yml')
+        | files_under(ROOT / 'tools', '*.py', '*.sh') - {'tools/bootstrap.py'}
+        | {'model-index.yml', 'README.md'}
+    )
+
+
+def test_source_distribution_builds_the_same_wheel(source, wheel, tmp_path):
+    build = 'import sys, setuptools.build_meta as backend; backend.build_sdist(sys.argv[1])'
+    run('-c', build, tmp_path, cwd=source)
+    (sdist,) = tmp_path.glob('*.tar.gz')
+    with tarfile.open(sdist) as archive:
+        names = {name.partition('/')[2] for name in archive.getnames()}
+    assert {'LICENSE', 'CITATION.cff', 'CHANGELOG.md', 'setup.py'} <= names
+    assert not any(name.startswith(('tests', 'data', 'work_dirs', 'docs')) for name in names)
+    with zipfile.ZipFile(build_wheel(sdist, tmp_path)) as rebuilt:
+        assert set(rebuilt.namelist()) == set(wheel.namelist())
+        for name in rebuilt.namelist():
+            assert rebuilt.read(name) == wheel.read(name), name
+
+
+def test_installed_configs_load_from_anywhere(installed, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    mim = installed / 'mmnala/.mim'
+    leaves = {path for path in (mim / 'configs').rglob('*.py') if '_base_' not in path.parts}
+    assert {path.relative_to(mim) for path in leaves} == {
+        path.relative_to(ROOT)
+        for path in (ROOT / 'configs').rglob('*.py')
+        if '_base_' not in path.parts
+    }
+    for path in leaves:
+        cfg = Config.fromfile(path)
+        assert {'model', 'train_dataloader', 'test_evaluator', 'optim_wrapper'} <= cfg.keys(), path
+
+
+def test_installed_tools_train_and_leave_the_package_as_it_was(installed, tmp_path):
+    """dist_train.sh of the installed package, and what an uninstallation would leave behind."""
+    make_dataset(tmp_path / 'data/shapes', num_train=2, num_val=1, size=64)
+    config = installed / 'mmnala/.mim/configs/shapes/upernet_nala-xt_shapes.py'
+    options = ['train_cfg.max_iters=1', 'train_dataloader.batch_size=2']
+    options += ['train_dataloader.num_workers=0', 'train_dataloader.persistent_workers=False']
+    with socket.socket() as free:
+        free.bind(('127.0.0.1', 0))
+        port = str(free.getsockname()[1])
+    env = ENVIRONMENT | dict(PYTHON=sys.executable, PYTHONPATH=str(installed), PORT=port)
+    find = 'import importlib.util as util; print(util.find_spec("mmnala").origin)'
+    assert run('-c', find, cwd=tmp_path, **env).startswith(str(installed))
+    script = installed / 'mmnala/.mim/tools/dist_train.sh'
+    done = subprocess.run(
+        ['bash', script, config, '1', '--cfg-options', *options],
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / 'work_dirs/upernet_nala-xt_shapes/iter_1.pth').is_file()
+
+    (record,) = installed.glob('mmnala-*.dist-info/RECORD')
+    recorded = {row[0] for row in csv.reader(record.read_text().splitlines())}
+    files = {path.relative_to(installed) for path in installed.rglob('*') if path.is_file()}
+    assert {path.as_posix() for path in files} == recorded
 
 
 def run_without(blocked, code):
