@@ -448,6 +448,17 @@ def test_right_label_maps(copy, run):
     assert run('ade20k', root, '--partial')[0] == 0
 
 
+def test_long_and_odd_text_is_one_line(copy, run):
+    root = copy('coco')
+    entry('images', file_name='/' + 'x' * 10_000)(root / INSTANCES_JSON)
+    os.close(os.open(os.fsencode(root / 'val2017') + b'/\xff', os.O_CREAT))
+    code, lines = run('coco', root, '--partial')
+    assert code == 1
+    assert lines[lines.index('path in file_name (1):') + 1].endswith('xxx...')
+    assert max(map(len, lines)) < 410
+    assert lines[lines.index('unexpected file (1):') + 1] == r'  val2017/\udcff'
+
+
 def test_no_more_than_some_problems_of_a_kind_are_listed(copy, run):
     root = copy('ade20k')
     for number in range(100, 100 + check.MAX_LISTED + 2):

@@ -48,15 +48,14 @@ class Report:
 
     def hint(self, message: str) -> None:
         """Say once, after the problems, what may be behind them."""
-        if message not in self.hints:
+        if (message := printable(message)) not in self.hints:
             self.hints.append(message)
 
     def add(self, kind: str, message: str) -> None:
         self.counts[kind] += 1
         messages = self.messages.setdefault(kind, [])
         if len(messages) < MAX_LISTED:
-            # File names may hold line breaks and bytes that are no text.
-            messages.append(''.join(c if c.isprintable() else ascii(c)[1:-1] for c in message))
+            messages.append(printable(message))
 
     def extend(self, problems: Iterable[Problem]) -> None:
         for problem in problems:
@@ -85,6 +84,12 @@ class Report:
             return 0
         print(f'FAILED: {plural(self.counts.total(), "problem")} found')
         return 1
+
+
+def printable(message: str, limit: int = 400) -> str:
+    """One line of text, also of file names with line breaks or bytes that are no text in them."""
+    text = message if len(message) <= limit else f'{message[:limit]}...'
+    return ''.join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def plural(number: int, noun: str) -> str:

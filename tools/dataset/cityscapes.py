@@ -32,6 +32,7 @@ from mmnala.datasets.check import (
     read_labels,
     run,
     size_problems,
+    some,
 )
 from mmnala.datasets.official import CITYSCAPES_CITIES, CITYSCAPES_COUNTS, CITYSCAPES_LABELS
 
@@ -82,10 +83,13 @@ def instance_problems(name: str, image: Image.Image) -> Iterator[Problem]:
     if not image.mode.startswith('I'):
         yield Problem('unreadable', f'{name}: has mode {image.mode}, and no 16-bit labels')
         return
+    strange = []
     for value in np.unique(np.asarray(image)).tolist():
         label = BY_ID.get(value if value < 1000 else value // 1000)
         if label is None or (value >= 1000 and not label.has_instances):
-            yield Problem('labels outside the classes', f'{name}: {value}')
+            strange.append(value)
+    if strange:
+        yield Problem('labels outside the classes', f'{name}: {some(strange)}')
 
 
 def polygon_messages(content: Any, size: tuple[int, int]) -> Iterator[str]:
