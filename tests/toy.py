@@ -10,6 +10,7 @@ import os
 import runpy
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
@@ -59,6 +60,16 @@ class SaveWeightsHook(Hook):
     def after_train(self, runner) -> None:
         model = getattr(runner.model, 'module', runner.model)
         torch.save(model.state_dict(), Path(runner.work_dir) / f'rank{runner.rank}.pth')
+
+
+@HOOKS.register_module()
+class SaveLossesHook(Hook):
+    """Saves what each rank's first iteration logs: its losses and, with clipping, gradient norm."""
+
+    def after_train_iter(self, runner, batch_idx, data_batch=None, outputs=None) -> None:
+        if runner.iter == 0:
+            losses = {name: torch.as_tensor(value) for name, value in outputs.items()}
+            torch.save(losses, Path(runner.work_dir) / f'losses{runner.rank}.pth')
 
 
 @dataclass
@@ -114,6 +125,25 @@ def run_pair(script: str, *args: object, cwd: Path, port: int) -> list[Finished]
     return [Finished(p.exitcode, log.read_text()) for p, log in zip(processes, logs, strict=True)]
 
 
+def run_ranks(function: Callable[[Path], None], folder: Path) -> None:
+    """Call a function of a test module in two processes that talk over gloo."""
+    with patch.dict(os.environ, ENVIRONMENT):
+        forkserver.ensure_running()
+    processes = [_processes.Process(target=_rank, args=(function, folder, i)) for i in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
+
+
+def _rank(function: Callable[[Path], None], folder: Path, rank: int) -> None:
+    store = f'file://{folder}/store'
+    torch.distributed.init_process_group('gloo', init_method=store, rank=rank, world_size=2)
+    function(folder)
+    torch.distributed.destroy_process_group()
+
+
 def weights(path: Path) -> dict[str, torch.Tensor]:
     content = torch.load(path, map_location='cpu', weights_only=False)
     return content.get('state_dict', content)
@@ -123,8 +153,11 @@ def same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[k], right[k]) for k in left)
 
 
-def write_scenes(folder: Path) -> None:
-    """Write images with one bright box each, as segmentation masks and as COCO boxes."""
+def write_scenes(folder: Path, same_boxes: bool = False) -> None:
+    """Write images with one bright box each, as segmentation masks and as COCO boxes.
+
+    ``same_boxes`` puts it where it is in the first image.
+    """
     for split, number, seed in (('train', 10, 0), ('val', 5, 1)):
         draw = np.random.default_rng(seed)
         images, annotations = [], []
@@ -133,7 +166,8 @@ def write_scenes(folder: Path) -> None:
         for index in range(number):
             image = draw.integers(0, 90, (64, 64, 3), dtype=np.uint8)
             mask = np.zeros((64, 64), np.uint8)
-            left, top = map(int, draw.integers(4, 28, 2))
+            if index == 0 or not same_boxes:
+                left, top = map(int, draw.integers(4, 28, 2))
             image[top : top + 24, left : left + 24, index % 3] += 150
             mask[top : top + 24, left : left + 24] = 1
             Image.fromarray(image).save(folder / 'images' / split / f'{index}.png')
