@@ -216,10 +216,10 @@ def check(args: argparse.Namespace, report: Report) -> None:
         try:
             import cityscapesscripts.preparation.json2labelImg  # noqa: F401
         except ImportError as error:
-            # Without the dependencies of its graphical tools, a `typing` from PyPI among them.
+            # From 2.0 on it requires a `typing` that shadows the standard library's.
             sys.exit(
                 f'--make-train-ids needs cityscapesscripts ({error}): '
-                'pip install --no-deps cityscapesscripts==2.3.0 pyquaternion==0.9.9'
+                "pip install 'cityscapesscripts<2'"
             )
     parts = [f'{kind}/{split}' for split in ('train', 'val') for kind in ('leftImg8bit', 'gtFine')]
     if not find_parts(args.root, parts, ARCHIVES, MISTAKES, report):
