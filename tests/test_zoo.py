@@ -13,12 +13,14 @@ from mmdet.structures import DetDataSample
 from mmdet.structures.bbox import HorizontalBoxes
 from mmdet.structures.mask import BitmapMasks
 from mmengine.config import Config
-from mmengine.registry import MODELS, init_default_scope
+from mmengine.registry import DATASETS, MODELS, init_default_scope
 from mmengine.structures import InstanceData, PixelData
 from mmengine.utils import import_modules_from_strings
 from mmseg.structures import SegDataSample
 
 from mmnala import NaLaFormer
+from mmnala.datasets import shapes
+from mmnala.engine.tools import argument_parser, load_config
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
 LEAVES = sorted(path for path in CONFIGS.rglob('*.py') if '_base_' not in path.parts)
@@ -173,6 +175,43 @@ def test_names_say_what_the_config_does(path):
     assert ('constructor' in cfg.optim_wrapper) == ('-lld-' in path.stem)
 
 
+@pytest.mark.parametrize('layout', ['coco', 'ade20k', 'cityscapes'])
+def test_only_the_data_folder_changes(layout, tmp_path):
+    """Every pipeline of the zoo reads a small folder that is laid out as the real one."""
+    folder = tmp_path / 'small'
+    shapes.make_dataset(folder, num_train=2, num_val=1, size=64, layout=layout)
+    seen = set()
+    for path in sorted((CONFIGS / layout).glob('*.py')):
+        option = ['--cfg-options', f'data_root={folder}']
+        cfg = load_config(argument_parser('').parse_args([str(path), *option]))
+        init_default_scope(cfg.default_scope)
+        for loader in (cfg.train_dataloader, cfg.val_dataloader):
+            text = repr(loader.dataset)
+            if text in seen:
+                continue
+            seen.add(text)
+            dataset = DATASETS.build(loader.dataset)
+            assert len(dataset) == (1 if loader is cfg.val_dataloader else 2)
+            item = dataset[0]
+            sample = item['data_samples']
+            if layout == 'coco':
+                assert len(dataset.metainfo['classes']) == 80
+                assert len(sample.gt_instances) > 0
+                assert max(item['inputs'].shape) <= 1333
+                assert str(folder) in cfg.val_evaluator.ann_file
+            else:
+                size = item['inputs'].shape[1:]
+                if loader is cfg.train_dataloader:  # smaller ones are padded by the model
+                    assert all(side <= most for side, most in zip(size, cfg.crop_size, strict=True))
+                else:
+                    assert min(size) >= 512
+                labels = sample.gt_sem_seg.data.unique().tolist()
+                num_classes = len(dataset.metainfo['classes'])
+                assert set(labels) <= {*range(num_classes), 255}
+                assert num_classes == cfg.model.decode_head.num_classes
+    assert len(seen) >= 4 if layout == 'coco' else len(seen) >= 2
+
+
 def build(cfg: Config) -> torch.nn.Module:
     if 'custom_imports' in cfg:
         import_modules_from_strings(**cfg.custom_imports)
@@ -271,3 +310,33 @@ def test_a_step_and_a_prediction(path):
             assert found.labels.max() < num_classes
             if 'segm' in cfg.val_evaluator.metric:
                 assert found.masks.shape == (len(found), side, side)
+
+
+AMP = [path for path in LEAVES if re.search('[_-]amp-', path.stem)]
+
+
+@pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize('path', AMP, ids=lambda path: path.stem)
+def test_mixed_precision(path, dtype):
+    """What reaches the heads is that of float32 but for rounding, and gradients are finite.
+
+    mmcv's suppression of boxes takes no half precision on the CPU, so it ends before the heads.
+    """
+    cfg = Config.fromfile(path)
+    shrink(cfg, 64)
+    torch.manual_seed(0)
+    model = build(cfg).eval()
+    images = torch.randn(2, 3, 64, 64)
+
+    def run(enabled: bool) -> list[torch.Tensor]:
+        with torch.autocast('cpu', dtype, enabled=enabled):
+            return model.extract_feat(images)
+
+    tolerance = {torch.float16: 0.01, torch.bfloat16: 0.05}[dtype]
+    for exact, rounded in zip(run(False), run(True), strict=True):
+        error = (rounded.float() - exact).norm() / exact.norm()
+        assert error < tolerance
+    model.train()
+    sum(output.float().square().mean() for output in run(True)).backward()
+    gradients = [p.grad for p in model.backbone.parameters()]
+    assert all(gradient is not None and gradient.isfinite().all() for gradient in gradients)
