@@ -35,9 +35,21 @@ def test_shapes_on_the_meta_device():
     assert [tuple(out.shape[2:]) for out in outputs] == [(16, 24), (8, 12), (4, 6), (2, 3)]
 
 
-def test_outputs_are_channels_last():
-    for out in tiny().eval()(torch.rand(2, 3, 64, 64)):
-        assert out.is_contiguous(memory_format=torch.channels_last)
+@pytest.mark.parametrize('out_norm', [True, False])
+def test_mmcvs_operators_read_the_outputs_right(out_norm):
+    """RoIAlign takes memory for contiguous: with another layout it returns other pixels."""
+    from mmcv.ops import RoIAlign
+    from torchvision.ops import roi_align
+
+    outputs = tiny(out_norm=out_norm).eval()(torch.rand(2, 3, 64, 96))
+    assert all(out.is_contiguous() for out in outputs)
+    boxes = torch.tensor([[0, 2.0, 3.0, 20.0, 30.0], [1, 10.0, 8.0, 50.0, 60.0]])
+    for level, out in enumerate(outputs):
+        lateral = nn.Conv2d(out.shape[1], 8, 1)
+        features = lateral(out)
+        scale = 0.25 / 2**level
+        expected = roi_align(features, boxes, 7, scale, aligned=True)
+        torch.testing.assert_close(RoIAlign(7, scale, 0)(features, boxes), expected)
 
 
 def test_images_of_a_batch_do_not_mix():

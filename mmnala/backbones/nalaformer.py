@@ -7,6 +7,7 @@ OpenMMLab backbone. Feature maps travel as ``(B, H, W, C)`` between stem and out
 layers and norms need no layout change and convolutions see channels-last memory.
 """
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -263,6 +264,7 @@ class NaLaFormer(BaseModule):
             ``NaLaFormer.out_channels['t']``; on an instance, those of its returned stages.
 
     Raises:
+        TypeError: If there are other arguments.
         ValueError: If an argument has a value it does not allow.
 
     Example:
@@ -292,7 +294,10 @@ class NaLaFormer(BaseModule):
         out_norm: bool = True,
         with_cp: bool = False,
         init_cfg: dict | list[dict] | None = None,
+        **unknown: Any,
     ) -> None:
+        if unknown:
+            raise TypeError(_unknown_arguments(unknown))
         super().__init__(init_cfg=init_cfg)
         settings = _arch_settings(arch)
         channels, depths = settings['channels'], settings['depths']
@@ -376,7 +381,7 @@ class NaLaFormer(BaseModule):
 
         Returns:
             For each stage ``i`` of ``out_indices`` a tensor ``(B, C_i, ceil(H / 2^(i + 2)),
-            ceil(W / 2^(i + 2)))`` in channels-last memory.
+            ceil(W / 2^(i + 2)))``, contiguous.
 
         Raises:
             ValueError: If the image's shape is another.
@@ -390,14 +395,16 @@ class NaLaFormer(BaseModule):
         for i, stage in enumerate(self.layers):
             output, x = stage(x, self.with_cp)
             if i in self.out_indices:
-                outputs.append(self._normalise(output, i))
+                outputs.append(self._output(output, i))
         return tuple(outputs)
 
-    def _normalise(self, x: Tensor, stage: int) -> Tensor:
-        if not self.out_norm:
-            return x
-        norm = self.get_submodule(f'norm{stage}')
-        return norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+    def _output(self, x: Tensor, stage: int) -> Tensor:
+        if self.out_norm:
+            norm = self.get_submodule(f'norm{stage}')
+            x = norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        # Convolutions of a neck would pass a channels-last layout on, and mmcv's RoIAlign reads
+        # memory as if it were contiguous, whatever the strides say.
+        return x.contiguous()
 
     def init_weights(self) -> None:
         """Apply ``init_cfg``; the reference's initialisation is in place since construction."""
@@ -463,6 +470,17 @@ class NaLaFormer(BaseModule):
         for module in frozen:
             module.eval()
             module.requires_grad_(False)
+
+
+def _unknown_arguments(unknown: Mapping[str, Any]) -> str:
+    known = [name for name in inspect.signature(NaLaFormer).parameters if name != 'unknown']
+    hint = 'in a config that inherits another backbone, write backbone=dict(_delete_=True, ...)'
+    if 'pretrained' in unknown:
+        hint = (
+            "weights are named by init_cfg=dict(type='Pretrained', checkpoint=...), and an mmseg "
+            f'model takes pretrained=None; {hint}'
+        )
+    return f'NaLaFormer has the arguments {known}, got {sorted(unknown)}: {hint}'
 
 
 def _is_list(value: Any, length: int | None = None) -> bool:
