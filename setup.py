@@ -8,6 +8,7 @@ from setuptools.command.build import build
 PATTERNS = (
     'README.md',
     'model-index.yml',
+    'configs/README.md',
     'configs/**/*.py',
     'configs/**/*.yml',
     'tools/**/*.py',
