@@ -14,6 +14,7 @@ from mmengine.runner import CheckpointLoader, Runner
 from torch import nn
 
 from .errors import InputError
+from .model_check import check_model
 from .runner import CPUDistributedRunner
 
 
@@ -98,7 +99,7 @@ def load_config(args: argparse.Namespace) -> Config:
 
 def _move_data(part: Any, old: str, new: str) -> None:
     """Replace the data folder wherever a config repeats it, in loaders and evaluators."""
-    for key, value in part.items() if isinstance(part, Mapping) else enumerate(part):
+    for key, value in enumerate(part) if isinstance(part, list) else part.items():
         if isinstance(value, (Mapping, list)):
             _move_data(value, old, new)
         elif isinstance(value, str) and f'{value}/'.startswith(f'{old.rstrip("/")}/'):
@@ -107,6 +108,7 @@ def _move_data(part: Any, old: str, new: str) -> None:
 
 def build_runner(cfg: Config) -> Runner:
     """Build the config's runner, or CPUDistributedRunner for several processes without a GPU."""
+    check_model(cfg.get('model') or {})
     if cfg.launcher != 'none' and get_device() == 'cpu':
         name = CPUDistributedRunner.__name__
         if cfg.get('runner_type', name) != name:
