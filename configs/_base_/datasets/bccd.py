@@ -8,13 +8,10 @@ metainfo = dict(
     palette=[(220, 20, 60), (65, 105, 225), (255, 165, 0)],
 )
 
-load = [
+train_pipeline = [
     dict(type='LoadImageFromFile'),
     dict(type='LoadAnnotations', with_bbox=True),
     dict(type='Resize', scale=(320, 240), keep_ratio=True),
-]
-train_pipeline = [
-    *load,
     dict(type='RandomFlip', prob=0.5),
     dict(type='PackDetInputs'),
 ]

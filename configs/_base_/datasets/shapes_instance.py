@@ -10,17 +10,16 @@ metainfo = dict(
     ],
 )
 
-load = [
+train_pipeline = [
     dict(type='LoadImageFromFile'),
     dict(type='LoadAnnotations', with_bbox=True, with_mask=True),
-]
-train_pipeline = [
-    *load,
     dict(type='RandomFlip', prob=0.5),
     dict(type='PackDetInputs'),
 ]
 test_pipeline = [
-    *load,
+    dict(type='LoadImageFromFile'),
+    dict(type='Resize', scale_factor=1.0, keep_ratio=True),  # mmdet asks for the factor
+    dict(type='LoadAnnotations', with_bbox=True, with_mask=True),
     dict(
         type='PackDetInputs',
         meta_keys=('img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor'),
