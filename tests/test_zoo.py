@@ -17,6 +17,7 @@ from mmengine.registry import DATASETS, MODELS, init_default_scope
 from mmengine.structures import InstanceData, PixelData
 from mmengine.utils import import_modules_from_strings
 from mmseg.structures import SegDataSample
+from toy import run_tool
 
 from mmnala import NaLaFormer
 from mmnala.datasets import shapes
@@ -310,6 +311,27 @@ def test_a_step_and_a_prediction(path):
             assert found.labels.max() < num_classes
             if 'segm' in cfg.val_evaluator.metric:
                 assert found.masks.shape == (len(found), side, side)
+
+
+def test_instances_are_trained_and_evaluated(tmp_path):
+    """The small Mask R-CNN, with nothing but the length of the job changed."""
+    shapes.make_dataset(tmp_path / 'data', num_train=4, num_val=2, size=64)
+    options = [
+        f'data_root={tmp_path / "data"}',
+        'train_cfg.max_iters=2',
+        'train_cfg.val_interval=2',
+    ]
+    for loader in ('train', 'val', 'test'):
+        options += [f'{loader}_dataloader.num_workers=0']
+        options += [f'{loader}_dataloader.persistent_workers=False']
+    config = CONFIGS / 'shapes/mask-rcnn_nala-xt_fpn_shapes.py'
+    options += ['model.test_cfg.rcnn.score_thr=0', 'default_hooks.checkpoint.interval=1']
+    finished = run_tool('train.py', config, '--cfg-options', *options, cwd=tmp_path)
+    assert finished.code == 0, finished.output
+    for metric in ('bbox_mAP_50', 'segm_mAP_50'):
+        (value,) = re.findall(rf'coco/{metric}: (-?[\d.]+)', finished.output)
+        assert 0 <= float(value) <= 1
+    assert (tmp_path / 'work_dirs' / config.stem / 'iter_2.pth').exists()
 
 
 AMP = [path for path in LEAVES if re.search('[_-]amp-', path.stem)]
