@@ -200,19 +200,65 @@ def test_paths_agree(monkeypatch, feature_map, dtype, dim):
             assert error < (1e-5 if dtype == torch.float32 else 1e-2), impl
 
 
+@pytest.mark.parametrize('scale', [1e-12, 1e-3, 1e3, 1e8])
+@pytest.mark.parametrize('scaled', ['query', 'key'])
+def test_gradients_of_tiny_and_huge_vectors(attention, scaled, scale):
+    """In float32 against the formula in float64, with zeros in between."""
+    query, key, value = inputs(tokens=30, dtype=torch.float32)
+    (query if scaled == 'query' else key).mul_(scale)
+    query[:, :, 3], query[:, :, 4, 1], key[:, :, 5, 2] = 0, 0, 0
+    gradients = []
+    for dtype, operator in (
+        (torch.float32, attention),
+        (torch.float64, partial(nala_attention, attn_impl='plain')),
+    ):
+        tensors = [x.detach().to(dtype).requires_grad_() for x in (query, key, value)]
+        operator(*tensors, rotary_table(5, 6, 8, dtype=dtype)).square().sum().backward()
+        gradients.append([x.grad for x in tensors])
+    for actual, exact in zip(*gradients, strict=True):
+        smallest = torch.finfo(torch.float32).tiny
+        assert (actual - exact).abs().max() < 1e-4 * exact.abs().max() + smallest
+
+
 @pytest.mark.parametrize('attn_impl', ['auto', *ATTN_IMPLS])
-def test_no_temporary_of_full_size_is_kept(attn_impl):
-    """What the lean path keeps for the backward pass are its inputs, tables and the state."""
-    query, key, value = (torch.randn(1, 2, 500, 16, requires_grad=True) for _ in range(3))
-    sizes = []
+@pytest.mark.parametrize('dtype', [torch.float32, torch.bfloat16])
+def test_kept_for_the_backward_pass(attn_impl, dtype):
+    """On the lean path, beside inputs and tables: the state and the key sum, nothing of size N."""
+    heads, dim = 2, 16
+    tensors = [torch.randn(1, heads, 500, dim, dtype=dtype).requires_grad_() for _ in range(3)]
+    rotary = rotary_table(20, 25, dim)
+    given = {x.data_ptr() for x in (*tensors, *rotary)}
+    kept = []
 
     def pack(tensor):
-        sizes.append(tensor.numel())
+        if tensor.data_ptr() not in given:
+            kept.append(tensor.numel())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        nala_attention(query, key, value, rotary_table(20, 25, 16), attn_impl=attn_impl)
-    full_size = 2 * query.numel()  # features, both halves
-    assert (max(sizes) >= full_size) == (attn_impl == 'plain')
-    if attn_impl != 'plain':
-        assert sum(sizes) < 4 * query.numel()
+        nala_attention(*tensors, rotary, attn_impl=attn_impl)
+    if attn_impl == 'plain':
+        assert max(kept) >= 2 * tensors[0].numel()  # features, both halves
+    else:
+        assert sorted(kept) == [heads * 2 * dim, heads * 2 * dim * dim]
+
+
+@pytest.mark.parametrize('attn_impl', ['auto', *ATTN_IMPLS])
+def test_gradients_of_gradients(attn_impl):
+    """The formula has them; the lean path says that it has not, also if a gradient is constant."""
+    query, key, value = (x.requires_grad_() for x in inputs())
+    output = nala_attention(query, key, value, attn_impl=attn_impl)
+    if attn_impl == 'plain':
+        (grad,) = torch.autograd.grad(output.sum(), value, create_graph=True)
+        assert torch.autograd.grad(grad.square().sum(), key)[0].abs().max() > 0
+    else:
+        with pytest.raises(RuntimeError, match="attn_impl must be 'plain' .* got 'lean'"):
+            torch.autograd.grad(output.sum(), value, create_graph=True)
+
+
+def test_inference_mode(attention):
+    tensors = inputs()
+    for feature_map in FEATURE_MAPS:
+        expected = attention(*tensors, feature_map=feature_map)
+        with torch.inference_mode():
+            assert torch.equal(attention(*tensors, feature_map=feature_map), expected)

@@ -2,40 +2,24 @@
 
 Saves, against the plain formula, every temporary of size ``N x 2 d``: features, rotated features
 and the copies that a rotary turn makes exist for one chunk at a time, and the backward pass
-computes them again. Keys are read once to accumulate the state, queries once to read it out. What
-is kept for the backward pass are the inputs, the output and the ``2 d x d`` state.
+computes them again. Keys are read once to accumulate the state, queries once to read it out. Only
+the inputs and the ``2 d x d`` state of each head are kept for the backward pass. The gradients of
+the ``signed`` map are written out; those of another map come from autograd, chunk by chunk.
 """
 
+import math
+from collections.abc import Callable, Iterator
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from .plain import EPS, FEATURE_MAPS, MIN_NORM, OFFSET, POWER, FeatureMap
+from .plain import EPS, FEATURE_MAPS, MIN_NORM, OFFSET, POWER
 
-# Elements of one chunk's features over all images and heads: 1 MiB in float32, about one L2 cache.
-CHUNK_ELEMENTS = 2**18
+# Elements of one chunk's features over all heads: 512 KiB in float32, half of a core's L2 cache.
+CHUNK_ELEMENTS = 2**17
 MIN_CHUNK = 32  # tokens
-
-
-def _signed_query(query: Tensor) -> Tensor:
-    """As in ``plain.py``; the power is computed once and split by sign."""
-    norm = torch.linalg.vector_norm(query, dim=-1, keepdim=True)
-    direction = query / norm.clamp_min(MIN_NORM)
-    exponent = POWER * (OFFSET + torch.tanh(norm))
-    # The smallest normal number stands for 0, whose logarithm has no gradient; its power is 0.
-    size = direction.abs().clamp_min(torch.finfo(query.dtype).tiny)
-    signed = torch.copysign(torch.exp2(exponent * torch.log2(size)), direction)
-    return torch.cat((signed.relu(), (-signed).relu()), dim=-1)
-
-
-def _signed_key(key: Tensor) -> Tensor:
-    cube = key * key * key
-    return torch.cat((cube.relu(), (-cube).relu()), dim=-1)
-
-
-_FASTER_MAPS = {'signed': FeatureMap(_signed_query, _signed_key)}
 
 
 def lean_attention(
@@ -46,28 +30,110 @@ def lean_attention(
     feature_map: str,
 ) -> Tensor:
     """See :func:`~mmnala.ops.nala_attention`; differentiable once."""
-    dtype = torch.promote_types(value.dtype, torch.float32)
-    turn = None
-    if rotary is not None:
-        # Both channels of a pair turn by one angle, so a turn is a complex product.
-        turn = torch.complex(*(table[:, ::2].to(dtype).contiguous() for table in rotary))
-    features = _FASTER_MAPS.get(feature_map, FEATURE_MAPS[feature_map])
-    return _LeanAttention.apply(query, key, value, turn, features, dtype)
+    return _LeanAttention.apply(query, key, value, *(rotary or (None, None)), feature_map)
 
 
-def _chunks(x: Tensor) -> list[slice]:
+def differentiable_once(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """As torch's decorator ``once_differentiable``, which lets a constant gradient pass in silence:
+    its second derivative would be missing from a sum."""
+
+    @wraps(backward)
+    def checked(ctx: Any, *grads: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "attn_impl must be 'plain' for gradients of gradients (create_graph=True), got "
+                f"'{ctx.attn_impl}'"
+            )
+        return backward(ctx, *grads)
+
+    return checked
+
+
+# Features, and the function that takes their gradient to that of the input.
+Pullback = Callable[[Tensor], Tensor]
+DifferentiableMap = Callable[[Tensor], tuple[Tensor, Pullback]]
+
+
+def _halves(signed: Tensor) -> Tensor:
+    """Positive and negative part side by side, the latter with its sign.
+
+    ``plain.py`` has it without; the sign cancels, as queries and keys both carry it.
+    """
+    d = signed.shape[-1]
+    halves = signed.new_empty(*signed.shape[:-1], 2 * d)
+    positive = torch.clamp(signed, min=0, out=halves[..., :d])
+    torch.sub(signed, positive, out=halves[..., d:])
+    return halves
+
+
+def _sum_of_halves(x: Tensor) -> Tensor:
+    first, second = x.chunk(2, dim=-1)
+    return first + second
+
+
+def _signed_query(query: Tensor) -> tuple[Tensor, Pullback]:
+    norm = torch.linalg.vector_norm(query, dim=-1, keepdim=True)
+    tanh = norm.tanh()
+    power = POWER * (OFFSET + tanh)
+    norm.clamp_(min=MIN_NORM)
+    direction = query / norm
+    # The smallest normal number stands for 0, which has no logarithm.
+    size = direction.abs().clamp_(min=torch.finfo(query.dtype).tiny)
+    log = size.log2()
+    phi = _halves(((power - 1) * log).exp2_().mul_(direction))
+
+    def pullback(grad: Tensor) -> Tensor:
+        # The derivatives of |u|^p by log |u| and by p are p |u|^p and log |u| |u|^p.
+        grad_log = _sum_of_halves(grad * phi)
+        grad_norm = POWER * math.log(2) * (1 - tanh**2) * (log * grad_log).sum(-1, keepdim=True)
+        along = grad_norm - grad_log.sum(-1, keepdim=True) * (power / norm)
+        grad_direction = grad_log.mul_(power / norm).div_(size).mul_(direction.sign())
+        return grad_direction.addcmul_(direction, along)
+
+    return phi, pullback
+
+
+def _signed_key(key: Tensor) -> tuple[Tensor, Pullback]:
+    halves = _halves(key)
+    square = key * key
+    phi = (halves.unflatten(-1, (2, -1)) * square.unsqueeze(-2)).flatten(-2)
+    return phi, lambda grad: _sum_of_halves(halves.mul_(grad)).mul_(key).mul_(POWER)
+
+
+def _by_autograd(feature_map: Callable[[Tensor], Tensor]) -> DifferentiableMap:
+    def differentiable(x: Tensor) -> tuple[Tensor, Pullback]:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            phi = feature_map(x)
+        return phi.detach(), lambda grad: torch.autograd.grad(phi, x, grad)[0]
+
+    return differentiable
+
+
+_MAPS = {name: tuple(map(_by_autograd, maps)) for name, maps in FEATURE_MAPS.items()}
+_MAPS['signed'] = (_signed_query, _signed_key)
+
+
+def _chunks(x: Tensor) -> Iterator[tuple[int, slice]]:
+    """One image and so many tokens of it, all heads, at a time."""
     batch, heads, tokens, channels = x.shape
-    size = max(MIN_CHUNK, CHUNK_ELEMENTS // (2 * batch * heads * channels))
-    return [slice(start, start + size) for start in range(0, tokens, size)]
+    size = max(MIN_CHUNK, CHUNK_ELEMENTS // (2 * heads * channels))
+    for image in range(batch):
+        for start in range(0, tokens, size):
+            yield image, slice(start, start + size)
 
 
-def _rotate(x: Tensor, turn: Tensor | None, back: bool = False) -> Tensor:
-    """Turn both halves of ``(..., n, 2 d)`` by ``(n, d / 2)`` unit complex numbers, or back."""
-    if turn is None:
+def _rotate_(x: Tensor, cos: Tensor | None, sin: Tensor | None, chunk: slice) -> Tensor:
+    """Turn the pairs in both halves of ``(heads, n, 2 d)`` in place; by ``-sin``, turn them back.
+
+    Both channels of a pair turn by one angle, so a turn is a complex product.
+    """
+    if cos is None or sin is None:
         return x
-    turn = turn.conj() if back else turn
+    turn = torch.complex(*(table[chunk, ::2].to(x.dtype) for table in (cos, sin)))
     pairs = torch.view_as_complex(x.unflatten(-1, (2, turn.shape[-1], 2)))
-    return torch.view_as_real(pairs * turn[:, None]).flatten(-3)
+    pairs.mul_(turn[:, None])
+    return x
 
 
 class _LeanAttention(torch.autograd.Function):
@@ -77,66 +143,63 @@ class _LeanAttention(torch.autograd.Function):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        turn: Tensor | None,
-        features: FeatureMap,
-        dtype: torch.dtype,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        feature_map: str,
     ) -> Tensor:
+        query_map, key_map = _MAPS[feature_map]
+        dtype = torch.promote_types(value.dtype, torch.float32)
         batch, heads, tokens, channels = query.shape
-        state = query.new_zeros(batch, heads, 2 * channels, channels, dtype=dtype)
-        key_sum = query.new_zeros(batch, heads, 2 * channels, 1, dtype=dtype)
-        for chunk in _chunks(key):
-            phi = features.key(key[:, :, chunk].to(dtype))
-            key_sum += phi.sum(dim=-2).unsqueeze(-1)
-            phi = _rotate(phi, None if turn is None else turn[chunk])
-            state += phi.mT @ value[:, :, chunk].to(dtype)
+        state = value.new_zeros(batch, heads, 2 * channels, channels, dtype=dtype)
+        key_sum = value.new_zeros(batch, heads, 1, 2 * channels, dtype=dtype)
+        for image, chunk in _chunks(key):
+            phi, _ = key_map(key[image, :, chunk].to(dtype))
+            key_sum[image] += phi.sum(dim=-2, keepdim=True)
+            phi = _rotate_(phi, cos, sin, chunk)
+            state[image].baddbmm_(phi.mT, value[image, :, chunk].to(dtype))
         state /= tokens
         key_sum /= tokens
 
         # Laid out as the module reads it, (B, N, heads, d), to save it a copy.
         output = value.new_empty(batch, tokens, heads, channels).transpose(1, 2)
-        for chunk in _chunks(query):
-            phi = features.query(query[:, :, chunk].to(dtype))
-            normaliser = phi @ key_sum + EPS
-            phi = _rotate(phi, None if turn is None else turn[chunk])
-            output[:, :, chunk] = phi @ state / normaliser
-        ctx.save_for_backward(query, key, value, turn, state, key_sum)
-        ctx.features = features
+        for image, chunk in _chunks(query):
+            phi, _ = query_map(query[image, :, chunk].to(dtype))
+            normaliser = phi @ key_sum[image].mT + EPS
+            numerator = _rotate_(phi, cos, sin, chunk) @ state[image]
+            torch.div(numerator, normaliser, out=output[image, :, chunk])
+        ctx.save_for_backward(query, key, value, cos, sin, state, key_sum)
+        ctx.feature_map, ctx.attn_impl = feature_map, 'lean'
         return output
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, turn, state, key_sum = ctx.saved_tensors
+        query, key, value, cos, sin, state, key_sum = ctx.saved_tensors
+        query_map, key_map = _MAPS[ctx.feature_map]
         dtype, tokens = state.dtype, query.shape[-2]
+        back = None if sin is None else -sin
         grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
         grad_state, grad_key_sum = torch.zeros_like(state), torch.zeros_like(key_sum)
 
-        for chunk in _chunks(query):
-            angle = None if turn is None else turn[chunk]
-            part = query[:, :, chunk].to(dtype, copy=True).requires_grad_()
-            with torch.enable_grad():
-                features = ctx.features.query(part)
-            phi = features.detach()
-            rotated = _rotate(phi, angle)
-            normaliser = phi @ key_sum + EPS
-            grad_numerator = grad_output[:, :, chunk].to(dtype) / normaliser
-            numerator = rotated @ state
-            grad_normaliser = (grad_numerator * numerator).sum(-1, keepdim=True) / -normaliser
-            grad_state += rotated.mT @ grad_numerator
-            grad_key_sum += phi.mT @ grad_normaliser
-            grad_phi = _rotate(grad_numerator @ state.mT, angle, back=True)
-            grad_phi += grad_normaliser * key_sum.mT
-            grad_query[:, :, chunk] = torch.autograd.grad(features, part, grad_phi)[0]
+        for image, chunk in _chunks(query):
+            phi, pullback = query_map(query[image, :, chunk].to(dtype))
+            normaliser = phi @ key_sum[image].mT + EPS
+            grad_numerator = grad_output[image, :, chunk].to(dtype) / normaliser
+            grad_state[image].baddbmm_(_rotate_(phi.clone(), cos, sin, chunk).mT, grad_numerator)
+            grad_phi = _rotate_(grad_numerator @ state[image].mT, cos, back, chunk)
+            # The product of grad_numerator and numerator, without computing the latter again.
+            product = (grad_phi * phi).sum(dim=-1, keepdim=True)
+            grad_normaliser = product / -normaliser
+            grad_key_sum[image] += grad_normaliser.mT @ phi
+            grad_phi.addcmul_(grad_normaliser, key_sum[image])
+            grad_query[image, :, chunk] = pullback(grad_phi)
 
         grad_state /= tokens
         grad_key_sum /= tokens
-        for chunk in _chunks(key):
-            angle = None if turn is None else turn[chunk]
-            part = key[:, :, chunk].to(dtype, copy=True).requires_grad_()
-            with torch.enable_grad():
-                features = ctx.features.key(part)
-            grad_value[:, :, chunk] = _rotate(features.detach(), angle) @ grad_state
-            grad_phi = _rotate(value[:, :, chunk].to(dtype) @ grad_state.mT, angle, back=True)
-            grad_phi += grad_key_sum.mT
-            grad_key[:, :, chunk] = torch.autograd.grad(features, part, grad_phi)[0]
+        for image, chunk in _chunks(key):
+            phi, pullback = key_map(key[image, :, chunk].to(dtype))
+            grad_value[image, :, chunk] = _rotate_(phi, cos, sin, chunk) @ grad_state[image]
+            grad_phi = value[image, :, chunk].to(dtype) @ grad_state[image].mT
+            grad_phi = _rotate_(grad_phi, cos, back, chunk).add_(grad_key_sum[image])
+            grad_key[image, :, chunk] = pullback(grad_phi)
         return grad_query, grad_key, grad_value, None, None, None

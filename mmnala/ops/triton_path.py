@@ -21,8 +21,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from .lean import differentiable_once
 from .plain import EPS, MIN_NORM, OFFSET, POWER, SHARPNESS
 
 MAX_HEAD_DIM = 128
@@ -447,11 +447,11 @@ class _TritonAttention(torch.autograd.Function):
                 query, cos, sin, state, key_sum, output, *_strides(query, output), *sizes, **options
             )
         ctx.save_for_backward(query, key, value, cos, sin, state, key_sum)
-        ctx.feature_map = feature_map
+        ctx.feature_map, ctx.attn_impl = feature_map, 'triton'
         return output
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx, grad):
         query, key, value, cos, sin, state, key_sum = ctx.saved_tensors
         grid, chunk, options = _plan(query, key, value, cos is not None, ctx.feature_map)
