@@ -322,7 +322,9 @@ def describe(args: Args, limits: Limits) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    return f'{value:.4g}' if isinstance(value, float) else '' if value is None else str(value)
+    if isinstance(value, float):
+        return f'{value:.4g}' if abs(value) < 1e4 else f'{value:.0f}'
+    return '' if value is None else str(value)
 
 
 def markdown(title: str, rows: Sequence[Row]) -> str:
