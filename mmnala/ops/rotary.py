@@ -37,12 +37,17 @@ def rotary_table(
     # A single frequency is 1: max() only avoids 0 / 0.
     steps = torch.arange(quarter, device=device, dtype=compute_dtype) / max(quarter - 1, 1)
     frequency = (10000.0**-steps).repeat_interleave(2)
-    rows = torch.arange(height, device=device, dtype=compute_dtype)[:, None] * frequency
-    columns = torch.arange(width, device=device, dtype=compute_dtype)[:, None] * frequency
+    angle = (
+        torch.arange(max(height, width), device=device, dtype=compute_dtype)[:, None] * frequency
+    )
     shape = (height, width, head_dim // 2)
-    angle = torch.cat((rows[:, None].expand(shape), columns[None].expand(shape)), dim=-1)
-    angle = angle.flatten(0, 1)
-    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+    def grid(table: Tensor) -> Tensor:
+        rows, columns = table[:height, None].expand(shape), table[None, :width].expand(shape)
+        return torch.cat((rows, columns), dim=-1).flatten(0, 1)
+
+    # Few angles make the whole grid: only they are turned into cosines and sines.
+    return grid(angle.cos().to(dtype)), grid(angle.sin().to(dtype))
 
 
 def apply_rotary(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
