@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .lean import lean_attention
 from .plain import FEATURE_MAPS, plain_attention
+from .tracing import is_traced
 
 
 def _triton_attention(*args: Any) -> Tensor:
@@ -77,8 +78,7 @@ def nala_attention(
 def _default_impl(value: Tensor) -> str:
     # A compiler or tracer sees through the plain formula and would unroll the loop over chunks. On
     # a GPU no other path has been measured yet.
-    traced = torch.compiler.is_compiling() or torch.jit.is_tracing()
-    return 'lean' if value.device.type == 'cpu' and not traced else 'plain'
+    return 'lean' if value.device.type == 'cpu' and not is_traced() else 'plain'
 
 
 def _check_inputs(
