@@ -153,6 +153,11 @@ def test_names_say_what_the_config_does(path):
         channels = [NaLaFormer.out_channels[backbone.arch][stage] for stage in stages]
         parts = [cfg.model.get(part, {}) for part in ('neck', 'panoptic_head', 'decode_head')]
         assert next(part.in_channels for part in parts if 'in_channels' in part) == channels
+    datasets = importlib.import_module(f'{cfg.default_scope}.registry').DATASETS
+    classes = cfg.get('metainfo', datasets.get(cfg.train_dataloader.dataset.type).METAINFO)
+    for name in ('num_classes', 'num_things_classes'):
+        for number in re.findall(rf"'{name}': (\d+)", repr(cfg.model.to_dict())):
+            assert int(number) == len(classes['classes'])
     assert cfg.auto_scale_lr.base_batch_size in (4, 8, 16) and not cfg.auto_scale_lr.enable
     if batch := re.search(r'(\d)xb(\d)', path.stem):
         gpus, each = map(int, batch.groups())
