@@ -227,6 +227,27 @@ def test_checkpointing_gives_the_same_gradients():
         torch.testing.assert_close(plain, recomputed)
 
 
+@pytest.mark.parametrize(
+    ('with_cp', 'limit'),
+    [
+        (False, 18),  # 9 of C channels, 4 C of query, key, value and gate, 4 C hidden: 17
+        (True, 1.5),  # the block's input
+    ],
+)
+def test_memory_that_a_block_keeps_for_the_backward_pass(with_cp, limit):
+    """In tensors of the block's input's size; without recomputing the cheap layers it kept 28."""
+    image = torch.rand(1, 3, 128, 128)
+    kept = []
+    for depth in (1, 3):
+        arch = {**TINY, 'channels': [16] * 4, 'num_heads': [1] * 4, 'depths': [depth, 1, 1, 1]}
+        model = NaLaFormer(arch | {'mlp_ratio': 4}, out_indices=(0,), with_cp=with_cp).train()
+        with torch.profiler.profile(profile_memory=True) as profile:
+            outputs = model(image)  # holds the graph while the memory is counted
+        kept.append(sum(event.self_cpu_memory_usage for event in profile.key_averages()))
+        assert outputs[0].shape == (1, 16, 32, 32)
+    assert (kept[1] - kept[0]) / 2 / outputs[0].nbytes < limit
+
+
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16])
 def test_autocast_with_large_keys_is_finite(dtype):
     model = tiny().train()
