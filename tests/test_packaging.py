@@ -130,7 +130,7 @@ def test_wheel_holds_the_package_alone(wheel):
         files_under(ROOT / 'mmnala', '*.py') | {'mmnala/py.typed'}
     )
     assert mim == (
-        files_under(ROOT / 'configs', '*.py', 'metafile.yml')
+        files_under(ROOT / 'configs', '*.py', 'metafile.yml', 'README.md')
         | files_under(ROOT / 'tools', '*.py', '*.sh') - {'tools/bootstrap.py'}
         | {'model-index.yml', 'README.md'}
     )
