@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from mmnala.ops import apply_rotary, lean, nala_attention, rotary_table
+from mmnala.ops import apply_rotary, cached_rotary_table, lean, nala_attention, rotary_table
 
 FEATURE_MAPS = ['signed', 'cosine']
 ATTN_IMPLS = ['plain', 'lean']  # Triton, without float64, has tests of its own
@@ -168,6 +168,37 @@ def test_rotary_table_by_the_formula():
         torch.testing.assert_close(cos[token], expected.cos(), atol=1e-12, rtol=0)
         torch.testing.assert_close(sin[token], expected.sin(), atol=1e-12, rtol=0)
     assert torch.equal(rotary_table(1, 2, 4)[1][1], torch.tensor([0, 0, 1.0, 1.0]).sin())
+
+
+def test_rotary_tables_are_kept_for_one_image_size():
+    cpu, dtype = torch.device('cpu'), torch.float32
+    sizes = [(8, 6), (4, 3), (2, 2), (1, 1)]
+    tables = [cached_rotary_table(*size, 8, cpu, dtype) for size in sizes]
+    for size, table in zip(sizes, tables, strict=True):
+        again = cached_rotary_table(*size, 8, cpu, dtype)
+        assert again[0] is table[0] and again[1] is table[1]
+        assert all(map(torch.equal, table, rotary_table(*size, 8)))
+    assert cached_rotary_table(8, 6, 8, cpu, torch.float64)[0].dtype == torch.float64
+    cached_rotary_table(5, 5, 8, cpu, dtype)  # five and six kinds push out the oldest
+    assert cached_rotary_table(8, 6, 8, cpu, dtype)[0] is not tables[0][0]
+
+
+def test_kept_rotary_tables_serve_training_after_inference():
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    arguments = (7, 5, 8, torch.device('cpu'), torch.float32)
+    with torch.inference_mode():
+        tables = cached_rotary_table(*arguments)
+    query = torch.randn(1, 1, 35, 8, requires_grad=True)
+    apply_rotary(query, tables).square().sum().backward()
+    # A turn keeps lengths.
+    torch.testing.assert_close(query.grad, 2 * query.detach())
+
+    with FakeTensorMode():
+        assert isinstance(cached_rotary_table(*arguments)[0], FakeTensor)
+        fresh = cached_rotary_table(3, 9, *arguments[2:])
+    assert not isinstance(cached_rotary_table(3, 9, *arguments[2:])[0], FakeTensor)
+    assert isinstance(fresh[0], FakeTensor)
 
 
 @pytest.mark.parametrize('head_dim', [0, 2, 6, -4])

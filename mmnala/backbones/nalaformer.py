@@ -22,7 +22,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.checkpoint import checkpoint
 
 from ..checkpoint import load_pretrained
-from ..ops import ATTN_IMPLS, FEATURE_MAPS, apply_rotary, is_traced, nala_attention, rotary_table
+from ..ops import (
+    ATTN_IMPLS,
+    FEATURE_MAPS,
+    apply_rotary,
+    cached_rotary_table,
+    is_traced,
+    nala_attention,
+)
 from ..registry import build_norm, register_backbone
 
 Rotary = tuple[Tensor, Tensor]
@@ -239,7 +246,8 @@ class Stage(nn.Module):
     def forward(self, x: Tensor, with_cp: bool = False) -> tuple[Tensor, Tensor]:
         """``(B, C, H, W)`` to the stage's output, of the same shape, and the next stage's input."""
         dtype = torch.promote_types(x.dtype, torch.float32)
-        rotary = rotary_table(x.shape[2], x.shape[3], self.head_dim, device=x.device, dtype=dtype)
+        height, width = x.shape[2:]
+        rotary = cached_rotary_table(height, width, self.head_dim, x.device, dtype)
         x = x.permute(0, 2, 3, 1)
         for block in self.blocks:
             if with_cp and torch.is_grad_enabled():

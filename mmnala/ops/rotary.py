@@ -1,7 +1,12 @@
 """Two-dimensional rotary position embedding (architecture of arXiv 2506.21137)."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from .tracing import is_traced
 
 
 def rotary_table(
@@ -48,6 +53,24 @@ def rotary_table(
 
     # Few angles make the whole grid: only they are turned into cosines and sines.
     return grid(angle.cos().to(dtype)), grid(angle.sin().to(dtype))
+
+
+def cached_rotary_table(
+    height: int, width: int, head_dim: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """:func:`rotary_table`, kept for the next image of the same size; not to be written to."""
+    # What a tracer or a mode (fake tensors, counters) makes belongs to it alone.
+    if is_traced() or _get_current_dispatch_mode() is not None:
+        return rotary_table(height, width, head_dim, device, dtype)
+    return _kept_table(height, width, head_dim, device, dtype)
+
+
+@lru_cache(maxsize=4)  # the stages of one image: more would pile up where sizes vary
+def _kept_table(
+    height: int, width: int, head_dim: int, device: torch.device, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):  # training could not use an inference tensor
+        return rotary_table(height, width, head_dim, device, dtype)
 
 
 def apply_rotary(x: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
