@@ -21,7 +21,7 @@ from toy import run_tool
 
 from mmnala import NaLaFormer
 from mmnala.datasets import shapes
-from mmnala.engine.tools import argument_parser, load_config
+from mmnala.engine.tools import argument_parser, build_runner, load_config
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
 LEAVES = sorted(path for path in CONFIGS.rglob('*.py') if '_base_' not in path.parts)
@@ -316,6 +316,23 @@ def test_a_step_and_a_prediction(path):
             assert found.labels.max() < num_classes
             if 'segm' in cfg.val_evaluator.metric:
                 assert found.masks.shape == (len(found), side, side)
+
+
+def test_the_data_folder_of_a_derived_config_moves_too(tmp_path):
+    config = tmp_path / 'own.py'
+    base = CONFIGS / 'mask_rcnn_nala_coco.py'
+    config.write_text(f"_base_ = {str(base)!r}\ndata_root = 'elsewhere'")
+    option = ['--cfg-options', 'data_root=there/']
+    cfg = load_config(argument_parser('').parse_args([str(config), *option]))
+    assert cfg.train_dataloader.dataset.data_root == 'there/'
+    assert cfg.test_evaluator.ann_file == 'there/annotations/instances_val2017.json'
+
+
+def test_layer_decay_without_its_constructor_is_refused():
+    cfg = Config.fromfile(CONFIGS / 'upernet_nala_ade20k.py')
+    cfg.optim_wrapper.paramwise_cfg.layer_decay_rate = 0.9
+    with pytest.raises(SystemExit, match='layer_decay_rate needs optim_wrapper.constructor='):
+        build_runner(cfg)
 
 
 def test_instances_are_trained_and_evaluated(tmp_path):

@@ -82,8 +82,9 @@ def load_config(args: argparse.Namespace) -> Config:
         cfg = Config.fromfile(args.config)
     except (OSError, SyntaxError, ImportError, ConfigParsingError) as error:
         fail(f'config {args.config}: {error}')
-    if 'data_root' in args.cfg_options and 'data_root' in cfg:
-        _move_data(cfg, cfg.data_root, args.cfg_options['data_root'])
+    if 'data_root' in args.cfg_options:
+        for old in _data_roots(cfg):
+            _move_data(cfg, old, args.cfg_options['data_root'])
     try:
         cfg.merge_from_dict(args.cfg_options)
     except (AttributeError, KeyError, TypeError) as error:
@@ -95,6 +96,17 @@ def load_config(args: argparse.Namespace) -> Config:
     elif cfg.get('work_dir') is None:
         cfg.work_dir = str(Path('work_dirs') / Path(args.config).stem)
     return cfg
+
+
+def _data_roots(cfg: Config) -> set[str]:
+    """The folders that the loaders name, which a config's own ``data_root`` need not be."""
+    roots = set()
+    for loader in ('train_dataloader', 'val_dataloader', 'test_dataloader'):
+        dataset = (cfg.get(loader) or {}).get('dataset', {})
+        while 'dataset' in dataset:
+            dataset = dataset.dataset
+        roots.add(dataset.get('data_root'))
+    return {root for root in roots if root}
 
 
 def _move_data(part: Any, old: str, new: str) -> None:
@@ -109,6 +121,13 @@ def _move_data(part: Any, old: str, new: str) -> None:
 def build_runner(cfg: Config) -> Runner:
     """Build the config's runner, or CPUDistributedRunner for several processes without a GPU."""
     check_model(cfg.get('model') or {})
+    optim_wrapper = cfg.get('optim_wrapper') or {}
+    decays = 'layer_decay_rate' in (optim_wrapper.get('paramwise_cfg') or {})
+    if decays and 'constructor' not in optim_wrapper:  # mmengine's own would pass over it
+        fail(
+            'optim_wrapper.paramwise_cfg.layer_decay_rate needs '
+            "optim_wrapper.constructor='LayerDecayOptimWrapperConstructor'"
+        )
     if cfg.launcher != 'none' and get_device() == 'cpu':
         name = CPUDistributedRunner.__name__
         if cfg.get('runner_type', name) != name:
