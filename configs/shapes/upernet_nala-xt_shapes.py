@@ -11,8 +11,9 @@ model = dict(
     decode_head=dict(num_classes=7),
     auxiliary_head=dict(num_classes=7),
 )
-# These images are many and varied enough for a higher rate.
-optim_wrapper = dict(optimizer=dict(lr=2e-3))
+# These images are many and varied enough for a higher rate, which without a bound on the gradients
+# now and then throws a training back for good.
+optim_wrapper = dict(optimizer=dict(lr=2e-3), clip_grad=dict(max_norm=1.0, norm_type=2))
 param_scheduler = [
     dict(type='LinearLR', start_factor=1e-6, by_epoch=False, begin=0, end=50),
     dict(type='PolyLR', power=1.0, eta_min=0.0, by_epoch=False, begin=50, end=1000),
