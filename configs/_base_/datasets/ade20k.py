@@ -1,3 +1,5 @@
+_base_ = './segmentation_tta.py'
+
 dataset_type = 'ADE20KDataset'
 data_root = 'data/ade/ADEChallengeData2016'
 crop_size = (512, 512)
@@ -17,24 +19,6 @@ test_pipeline = [
     # After Resize: predictions are scaled back and compared at the original size.
     dict(type='LoadAnnotations', reduce_zero_label=True),
     dict(type='PackSegInputs'),
-]
-tta_pipeline = [
-    dict(type='LoadImageFromFile'),
-    dict(
-        type='TestTimeAug',
-        transforms=[
-            [
-                dict(type='Resize', scale_factor=ratio, keep_ratio=True)
-                for ratio in (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)
-            ],
-            [
-                dict(type='RandomFlip', prob=0.0, direction='horizontal'),
-                dict(type='RandomFlip', prob=1.0, direction='horizontal'),
-            ],
-            [dict(type='LoadAnnotations', reduce_zero_label=True)],
-            [dict(type='PackSegInputs')],
-        ],
-    ),
 ]
 train_dataloader = dict(
     batch_size=2,

@@ -1,4 +1,6 @@
 # Loaders for data sets of a few hundred small images, 8 images a step.
+_base_ = './segmentation_tta.py'
+
 train_dataloader = dict(
     batch_size=8,
     num_workers=2,
@@ -16,21 +18,3 @@ val_dataloader = dict(
 test_dataloader = val_dataloader
 val_evaluator = dict(type='IoUMetric', iou_metrics=['mIoU'])
 test_evaluator = val_evaluator
-tta_pipeline = [
-    dict(type='LoadImageFromFile'),
-    dict(
-        type='TestTimeAug',
-        transforms=[
-            [
-                dict(type='Resize', scale_factor=ratio, keep_ratio=True)
-                for ratio in (0.5, 0.75, 1.0, 1.25, 1.5, 1.75)
-            ],
-            [
-                dict(type='RandomFlip', prob=0.0, direction='horizontal'),
-                dict(type='RandomFlip', prob=1.0, direction='horizontal'),
-            ],
-            [dict(type='LoadAnnotations')],
-            [dict(type='PackSegInputs')],
-        ],
-    ),
-]
