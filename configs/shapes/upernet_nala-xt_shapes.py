@@ -11,8 +11,8 @@ model = dict(
     decode_head=dict(num_classes=7),
     auxiliary_head=dict(num_classes=7),
 )
-# These images are many and varied enough for a higher rate. Without a bound on the gradients, it has
-# thrown a training back that did not recover.
+# These images are many and varied enough for a higher rate. Without a bound on the gradients it
+# has thrown a training back that did not recover.
 optim_wrapper = dict(optimizer=dict(lr=2e-3), clip_grad=dict(max_norm=1.0, norm_type=2))
 param_scheduler = [
     dict(type='LinearLR', start_factor=1e-6, by_epoch=False, begin=0, end=50),
