@@ -14,5 +14,6 @@ if find_spec('mmengine') is None:
 
 from . import engine
 from .backbones import NaLaFormer
+from .necks import NaLaFormerNeck
 
-__all__ = ['NaLaFormer', '__version__', 'engine']
+__all__ = ['NaLaFormer', 'NaLaFormerNeck', '__version__', 'engine']

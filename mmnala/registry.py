@@ -16,8 +16,8 @@ _NORMS: dict[str, type[nn.Module]] = {
 }
 
 
-def register_backbone(cls: Module) -> Module:
-    """Make ``type='NaLaFormer'`` buildable in every scope.
+def register_model(cls: Module) -> Module:
+    """Make a class buildable by its name, such as ``type='NaLaFormer'``, in every scope.
 
     mmengine's root registry serves all scopes by fallback. Only the spelling with a scope inside
     that very scope (``mmdet.NaLaFormer`` in an mmdet config) is looked up in the child alone, so

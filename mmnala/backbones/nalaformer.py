@@ -30,7 +30,7 @@ from ..ops import (
     is_traced,
     nala_attention,
 )
-from ..registry import build_norm, register_backbone
+from ..registry import build_norm, register_model
 
 Rotary = tuple[Tensor, Tensor]
 
@@ -258,7 +258,7 @@ class Stage(nn.Module):
         return x, x if self.downsample is None else self.downsample(x)
 
 
-@register_backbone
+@register_model
 class NaLaFormer(BaseModule):
     """NaLaFormer backbone (arXiv 2506.21137).
 

@@ -1,0 +1,3 @@
+from .nalaformer_neck import NaLaFormerNeck
+
+__all__ = ['NaLaFormerNeck']
