@@ -20,6 +20,14 @@ from mmnala.datasets.shapes import CLASSES, PALETTE, draw_scene, make_dataset
 
 TOOL = Path(__file__).parents[1] / 'tools' / 'make_demo_dataset.py'
 NUM_TRAIN, NUM_VAL, SIZE = 40, 20, 96
+SYNSETS = {
+    'star': 'n02317335',
+    'spotted ball': 'n04254680',
+    'wall': 'n04326547',
+    'striped ball': 'n04540053',
+    'window': 'n04589890',
+    'poster': 'n07248320',
+}
 
 
 @pytest.fixture(scope='module')
@@ -243,7 +251,9 @@ def toolbox_dataset(toolbox: str, name: str, root: Path, split: str):
 def test_official_tables():
     from cityscapesscripts.helpers.labels import labels
     from mmdet.datasets import CocoDataset
+    from mmpretrain.datasets.categories import IMAGENET_CATEGORIES
     from mmseg.datasets import ADE20KDataset, CityscapesDataset
+    from timm.data import ImageNetInfo
     from torchvision.models._meta import _COCO_CATEGORIES
 
     def stripped(names):
@@ -261,6 +271,11 @@ def test_official_tables():
         )
         == official.CITYSCAPES_LABELS
     )
+    imagenet = ImageNetInfo()
+    for name, (synset, label) in official.IMAGENET_SYNSETS.items():
+        assert imagenet.index_to_label_name(label) == synset
+        assert imagenet.index_to_description(label).startswith(name)
+        assert IMAGENET_CATEGORIES[label].startswith(name)
     train_ids = {label.train_id: label.name for label in official.CITYSCAPES_LABELS}
     del train_ids[255]
     assert tuple(train_ids.values()) == CityscapesDataset.METAINFO['classes']
@@ -294,6 +309,7 @@ def test_official_names(layout_root):
             *(f'val2017/{number:012d}.jpg' for number in range(2, 9, 2)),
         },
         'cityscapes': set(),
+        'imagenet': {'meta/train.txt', 'meta/val.txt'},
     }
     # 18 cities have training images, 3 validation images; every city has one before any has two.
     scenes = [f'train/{city}/{city}_000000' for city in official.CITYSCAPES_CITIES['train']]
@@ -305,6 +321,15 @@ def test_official_names(layout_root):
         for kind in ('color', 'instanceIds', 'labelIds', 'labelTrainIds'):
             expected['cityscapes'].add(f'gtFine/{scene}_000019_gtFine_{kind}.png')
         expected['cityscapes'].add(f'gtFine/{scene}_000019_gtFine_polygons.json')
+    for split, folder, number in (('training', 'train', 20), ('validation', 'val', 4)):
+        for index in range(number):
+            for count, found in enumerate(draw_scene(0, split, index, 64).instances):
+                synset = SYNSETS[CLASSES[found.label]]
+                stem = f'{synset}_{100 * index + count}'
+                if split == 'validation':
+                    stem = f'ILSVRC2012_val_{100 * index + count + 1:08d}'
+                if not found.iscrowd:
+                    expected['imagenet'].add(f'{folder}/{synset}/{stem}.JPEG')
     assert set(contents(layout_root)) == expected[layout_root.name] | {'meta.json'}
     meta = json.loads((layout_root / 'meta.json').read_text())
     assert meta['layout'] == layout_root.name
@@ -330,6 +355,47 @@ def test_mmseg_reads_the_layout(layout_root, split):
         assert (item['gt_seg_map'] == labels[scene.semantic]).all()
         difference = np.abs(item['img'][..., ::-1] - scene.image.astype(float))
         assert difference.mean() < {'ade20k': 14, 'cityscapes': 1e-9}[layout_root.name]
+
+
+@pytest.mark.parametrize('layout_root', ['imagenet'], indirect=True)
+@pytest.mark.parametrize('split', ['train', 'val'])
+def test_mmpretrain_reads_the_layout(layout_root, split):
+    """By its own ImageNet config the listed labels, by folders the same classes from 0."""
+    from mmpretrain.datasets import CustomDataset
+
+    dataset = toolbox_dataset('mmpretrain', 'imagenet_bs32', layout_root, split)
+    classes = sorted(SYNSETS.values())
+    folders = CustomDataset(data_root=str(layout_root), data_prefix=split)
+    assert list(folders.metainfo['classes']) == classes
+    drawn = {}
+    for index in range({'train': 20, 'val': 4}[split]):
+        scene = draw_scene(0, {'train': 'training', 'val': 'validation'}[split], index, 64)
+        for count, found in enumerate(scene.instances):
+            drawn[100 * index + count] = scene, found
+    items = list(dataset)
+    assert len(items) == len(folders) == sum(not found.iscrowd for _, found in drawn.values())
+    assert {item['img_path'] for item in items} == {
+        item['img_path'] for item in folders.load_data_list()
+    }
+    for item in items:
+        count = int(Path(item['img_path']).stem.rpartition('_')[2]) - (split == 'val')
+        scene, found = drawn[count]
+        synset = SYNSETS[CLASSES[found.label]]
+        assert Path(item['img_path']).parent.name == synset
+        assert dataset.metainfo['classes'][item['gt_label']].startswith(
+            OFFICIAL_LAYOUTS['imagenet'].classes[CLASSES[found.label]]
+        )
+        rows, columns = np.nonzero(found.mask)
+        height, width = item['img'].shape[:2]
+        side = max(np.ptp(rows), np.ptp(columns)) + 1
+        assert max(height, width) <= 1.5 * side + 1
+        # The object is in it whole, and where the centre is expected.
+        top = max(round((rows.min() + rows.max() + 1) / 2 - 0.75 * side), 0)
+        left = max(round((columns.min() + columns.max() + 1) / 2 - 0.75 * side), 0)
+        assert top <= rows.min() and rows.max() < top + height
+        assert left <= columns.min() and columns.max() < left + width
+        crop = scene.image[top : top + height, left : left + width]
+        assert np.abs(item['img'][..., ::-1] - crop.astype(float)).mean() < 18
 
 
 @pytest.mark.parametrize('layout_root', ['coco'], indirect=True)
@@ -427,7 +493,8 @@ def test_an_official_layout_is_replaced_and_protected_like_the_own(tmp_path, lay
     assert contents(out) == contents(tmp_path / 'fresh')
     make_dataset(out, 1, 1, 32, overwrite=True)
     make_dataset(out, 1, 1, 32, overwrite=True, layout=layout)
-    next(out.rglob('*.png' if layout == 'cityscapes' else '*.jpg')).with_name('mine').touch()
+    ending = {'cityscapes': 'png', 'imagenet': 'JPEG'}.get(layout, 'jpg')
+    next(out.rglob(f'*.{ending}')).with_name('mine').touch()
     before = contents(out)
     with pytest.raises(FileExistsError, match='holds files of others.*/mine'):
         make_dataset(out, 1, 1, 32, overwrite=True, layout=layout)
@@ -435,7 +502,7 @@ def test_an_official_layout_is_replaced_and_protected_like_the_own(tmp_path, lay
 
 
 def test_unknown_layout(tmp_path):
-    message = "^layout='voc' must be one of shapes, ade20k, coco, cityscapes$"
+    message = "^layout='voc' must be one of shapes, ade20k, coco, cityscapes, imagenet$"
     with pytest.raises(ValueError, match=message):
         make_dataset(tmp_path / 'new', layout='voc')
     assert not list(tmp_path.iterdir())

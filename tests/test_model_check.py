@@ -76,6 +76,23 @@ HEAD = dict(type='UPerHead', in_channels=CHANNELS, in_index=[0, 1, 2, 3])
             "model.decode_head.c1_in_channels is 256, but NaLaFormer 't' gives 64",
         ),
         (
+            dict(
+                backbone=dict(T, out_indices=(3,)),
+                neck=dict(type='NaLaFormerNeck', in_channels=384),
+                head=dict(type='LinearClsHead', in_channels=512),
+            ),
+            "model.neck.in_channels is 384, but NaLaFormer 't' gives 512; "
+            'model.head.in_channels is 512, but NaLaFormerNeck gives 1024',
+        ),
+        (
+            dict(
+                backbone=T,
+                neck=dict(type='mmpretrain.GlobalAveragePooling'),
+                head=dict(type='LinearClsHead', in_channels=1024),
+            ),
+            "model.head.in_channels is 1024, but NaLaFormer 't' gives 512",
+        ),
+        (
             dict(backbone=T, decode_head=dict(type='Mask2FormerHead', in_channels=RESNET)),
             f'model.decode_head.in_channels is {RESNET}, {GIVES}',
         ),
@@ -123,7 +140,8 @@ def test_misfits_are_named(model, message):
         dict(backbone=T, neck=dict(type='FPN', in_channels=tuple(CHANNELS))),
         dict(backbone=T, neck=dict(type='YOLOV3Neck', in_channels=CHANNELS[::-1])),
         dict(backbone=T, neck=dict(type='CTResNetNeck', in_channels=512)),
-        dict(backbone=T, neck=dict(type='GlobalAveragePooling'), head=dict(in_channels=1)),
+        dict(backbone=T, neck=dict(type='GlobalAveragePooling'), head=dict(in_channels=512)),
+        dict(backbone=T, neck=dict(type='SomeNeck'), head=dict(in_channels=1)),
         dict(backbone=T, neck=dict(in_channels=CHANNELS), decode_head=dict(in_channels=1)),
         dict(backbone=T, decode_head=HEAD, auxiliary_head=[dict(in_channels=256, in_index=-2)]),
         dict(backbone=T, decode_head=dict(in_channels=512, c1_in_channels=0), pretrained=None),

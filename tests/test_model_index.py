@@ -16,7 +16,7 @@ MODELS = {
 }
 DATA = dict(
     ade20k='ADE20K', bccd='BCCD', camvid='CamVid', cityscapes='Cityscapes', coco='COCO',
-    shapes='Shapes',
+    imagenet='ImageNet-1K', shapes='Shapes',
 )  # fmt: skip
 
 PAPER = {'Title', 'URL'}

@@ -1,9 +1,11 @@
 """The config zoo: every config trains, predicts and says what the toolboxes' own recipes say."""
 
 import importlib
+import pickle
 import re
 from copy import deepcopy
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,11 +18,14 @@ from mmengine.config import Config
 from mmengine.registry import DATASETS, MODELS, init_default_scope
 from mmengine.structures import InstanceData, PixelData
 from mmengine.utils import import_modules_from_strings
+from mmpretrain.structures import DataSample
 from mmseg.structures import SegDataSample
 from toy import run_tool
 
 from mmnala import NaLaFormer
 from mmnala.datasets import shapes
+from mmnala.engine.errors import InputError
+from mmnala.engine.label_check import LabelCheckHook
 from mmnala.engine.tools import argument_parser, build_runner, load_config
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
@@ -137,6 +142,36 @@ def test_segmentors_follow_the_toolbox(ours, theirs):
     assert ours.val_evaluator == theirs.val_evaluator
 
 
+def test_classifier_follows_the_toolbox_and_the_recipe():
+    ours = Config.fromfile(CONFIGS / 'imagenet/nala-t_8xb128-300e_in1k.py')
+    theirs = stock('mmpretrain', 'swin_transformer/swin-tiny_16xb64_in1k')
+    assert_same(
+        ours.model,
+        theirs.model,
+        r'\.(backbone|neck|init_cfg).*',
+        r'\.head\.(init_cfg.*|cal_acc|in_channels)',
+    )
+    assert ours.data_preprocessor == theirs.data_preprocessor
+    for loader in ('train_dataloader', 'val_dataloader', 'test_dataloader'):
+        assert_same(
+            ours[loader], theirs[loader], r'\.batch_size', r'.*persistent.*', r'\.sampler.*'
+        )
+    assert ours.train_dataloader.sampler == dict(type='RepeatAugSampler', shuffle=True)
+    assert ours.val_evaluator == ours.test_evaluator == theirs.val_evaluator
+    assert ours.optim_wrapper.optimizer == theirs.optim_wrapper.optimizer
+    assert ours.optim_wrapper.optimizer.lr == 1e-3 and ours.optim_wrapper.paramwise_cfg == dict(
+        norm_decay_mult=0.0, bias_decay_mult=0.0
+    )
+    warm_up, cosine = ours.param_scheduler
+    assert (warm_up.end, cosine.begin, cosine.end, cosine.eta_min) == (5, 5, 300, 1e-5)
+    assert (ours.train_cfg, ours.auto_scale_lr) == (
+        theirs.train_cfg,
+        theirs.auto_scale_lr | dict(enable=False),
+    )
+    (ema,) = [hook for hook in ours.custom_hooks if hook.type == 'EMAHook']
+    assert ema.update_buffers
+
+
 def theirs_dataset(cfg: Config) -> str:
     return '_base_/datasets/' + cfg.dataset_type.removesuffix('Dataset').lower()
 
@@ -152,19 +187,26 @@ def test_names_say_what_the_config_does(path):
         stages = backbone.get('out_indices', (0, 1, 2, 3))
         channels = [NaLaFormer.out_channels[backbone.arch][stage] for stage in stages]
         parts = [cfg.model.get(part, {}) for part in ('neck', 'panoptic_head', 'decode_head')]
-        assert next(part.in_channels for part in parts if 'in_channels' in part) == channels
+        given = next(part.in_channels for part in parts if 'in_channels' in part)
+        assert given == (channels[-1] if cfg.default_scope == 'mmpretrain' else channels)
     datasets = importlib.import_module(f'{cfg.default_scope}.registry').DATASETS
     classes = cfg.get('metainfo', datasets.get(cfg.train_dataloader.dataset.type).METAINFO)
     for name in ('num_classes', 'num_things_classes'):
         for number in re.findall(rf"'{name}': (\d+)", repr(cfg.model.to_dict())):
             assert int(number) == len(classes['classes'])
-    assert cfg.auto_scale_lr.base_batch_size in (4, 8, 16) and not cfg.auto_scale_lr.enable
-    if batch := re.search(r'(\d)xb(\d)', path.stem):
+    if cfg.default_scope == 'mmpretrain':
+        assert cfg.data_preprocessor.num_classes == len(classes['classes'])
+    assert (
+        cfg.auto_scale_lr.base_batch_size in (4, 8, 16, 32, 1024) and not cfg.auto_scale_lr.enable
+    )
+    if batch := re.search(r'(\d+)xb(\d+)', path.stem):
         gpus, each = map(int, batch.groups())
         assert cfg.train_dataloader.batch_size == each
         assert cfg.auto_scale_lr.base_batch_size == gpus * each
     if iterations := re.search(r'-(\d+)k_', path.stem):
         assert cfg.train_cfg.max_iters == int(iterations[1]) * 1000 == cfg.param_scheduler[-1].end
+    if epochs := re.search(r'-(\d+)e_in1k', path.stem):
+        assert cfg.train_cfg.max_epochs == cfg.param_scheduler[-1].end == int(epochs[1])
     if crop := re.search(r'(\d+)x(\d+)$', path.stem):
         size = tuple(map(int, crop.groups()))
         assert cfg.crop_size == cfg.model.data_preprocessor.size == size
@@ -181,7 +223,7 @@ def test_names_say_what_the_config_does(path):
     assert ('constructor' in cfg.optim_wrapper) == ('-lld-' in path.stem)
 
 
-@pytest.mark.parametrize('layout', ['coco', 'ade20k', 'cityscapes'])
+@pytest.mark.parametrize('layout', ['coco', 'ade20k', 'cityscapes', 'imagenet'])
 def test_only_the_data_folder_changes(layout, tmp_path):
     """Every pipeline of the zoo reads a small folder that is laid out as the real one."""
     folder = tmp_path / 'small'
@@ -197,6 +239,11 @@ def test_only_the_data_folder_changes(layout, tmp_path):
                 continue
             seen.add(text)
             dataset = DATASETS.build(loader.dataset)
+            if layout == 'imagenet':
+                labels = {int(dataset[i]['data_samples'].gt_label) for i in range(len(dataset))}
+                assert labels <= {327, 805, 825, 890, 904, 921} and len(labels) > 1
+                assert dataset[0]['inputs'].shape == (3, 224, 224)
+                continue
             assert len(dataset) == (1 if loader is cfg.val_dataloader else 2)
             item = dataset[0]
             sample = item['data_samples']
@@ -215,7 +262,7 @@ def test_only_the_data_folder_changes(layout, tmp_path):
                 num_classes = len(dataset.metainfo['classes'])
                 assert set(labels) <= {*range(num_classes), 255}
                 assert num_classes == cfg.model.decode_head.num_classes
-    assert len(seen) >= 4 if layout == 'coco' else len(seen) >= 2
+    assert len(seen) >= (4 if layout == 'coco' else 2)
 
 
 def build(cfg: Config) -> torch.nn.Module:
@@ -251,8 +298,15 @@ def instance_sample(num_classes: int, side: int) -> DetDataSample:
     return sample
 
 
+def image_sample(num_classes: int) -> DataSample:
+    return DataSample().set_gt_label(num_classes - 1)
+
+
 def shrink(cfg: Config, side: int) -> None:
     """Make images square with this side, and keep the proposals of detectors few."""
+    if cfg.default_scope == 'mmpretrain':
+        cfg.model.data_preprocessor = dict(cfg.data_preprocessor, type='ClsDataPreprocessor')
+        return
     preprocessor = cfg.model.data_preprocessor
     if cfg.default_scope == 'mmseg':
         preprocessor.size = (side, side)
@@ -275,10 +329,13 @@ def shrink(cfg: Config, side: int) -> None:
 def test_a_step_and_a_prediction(path):
     """Losses and gradients are finite, no parameter is left out, predictions have their shapes."""
     cfg = Config.fromfile(path)
-    semantic = cfg.default_scope == 'mmseg'
+    scope = cfg.default_scope
     side = 64
     shrink(cfg, side)
-    if semantic:
+    if scope == 'mmpretrain':
+        num_classes = cfg.model.head.num_classes
+        sample = image_sample(num_classes)
+    elif scope == 'mmseg':
         num_classes = cfg.model.decode_head.num_classes
         sample = semantic_sample(num_classes, side)
     else:
@@ -306,7 +363,11 @@ def test_a_step_and_a_prediction(path):
         results = model.test_step(batch)
     assert len(results) == 2
     for result in results:
-        if semantic:
+        if scope == 'mmpretrain':
+            assert result.pred_score.shape == (num_classes,)
+            torch.testing.assert_close(result.pred_score.sum(), torch.tensor(1.0))
+            assert result.pred_label == result.pred_score.argmax()
+        elif scope == 'mmseg':
             assert result.seg_logits.data.shape == (num_classes, side, side)
             assert result.pred_sem_seg.data.shape == (1, side, side)
             assert result.pred_sem_seg.data.max() < num_classes
@@ -354,6 +415,56 @@ def test_instances_are_trained_and_evaluated(tmp_path):
         (value,) = re.findall(rf'coco/{metric}: (-?[\d.]+)', finished.output)
         assert 0 <= float(value) <= 1
     assert (tmp_path / 'work_dirs' / config.stem / 'iter_2.pth').exists()
+
+
+def test_objects_are_classified(tmp_path):
+    """The small classifier, trained and evaluated, with nothing but the length changed."""
+    shapes.make_dataset(tmp_path / 'data', num_train=4, num_val=2, size=64, layout='imagenet')
+    config = CONFIGS / 'shapes/classifier_nala-xt_shapes.py'
+    options = [f'data_root={tmp_path / "data"}', 'train_cfg.max_epochs=2', 'auto_scale_lr.enable=1']
+    options += ['train_dataloader.batch_size=4']
+    for loader in ('train', 'val', 'test'):
+        options += [f'{loader}_dataloader.num_workers=0']
+        options += [f'{loader}_dataloader.persistent_workers=False']
+    finished = run_tool('train.py', config, '--cfg-options', *options, cwd=tmp_path)
+    assert finished.code == 0, finished.output
+    accuracies = re.findall(r'accuracy/top1: ([\d.]+)', finished.output)
+    assert len(accuracies) == 2
+
+    checkpoint = tmp_path / 'work_dirs' / config.stem / 'epoch_2.pth'
+    images = ['--show-dir', tmp_path / 'pictures', '--out', tmp_path / 'results.pkl']
+    tested = run_tool(
+        'test.py', config, checkpoint, *images, '--cfg-options', *options, cwd=tmp_path
+    )
+    assert tested.code == 0, tested.output
+    assert re.findall(r'accuracy/top1: ([\d.]+)', tested.output) == accuracies[-1:]
+    results = pickle.loads((tmp_path / 'results.pkl').read_bytes())
+    hits = [result['pred_label'] == result['gt_label'] for result in results]
+    assert len(hits) == len(list((tmp_path / 'data/val').rglob('*.JPEG')))
+    assert float(accuracies[-1]) == pytest.approx(
+        100 * float(sum(map(int, hits))) / len(hits), abs=1e-3
+    )
+    assert len(list((tmp_path / 'pictures').rglob('*.png'))) == len(hits)
+
+
+def test_a_classifier_with_other_classes_is_refused(tmp_path):
+    shapes.make_dataset(tmp_path / 'data', num_train=2, num_val=1, size=32, layout='imagenet')
+    options = [f'data_root={tmp_path / "data"}', 'model.head.num_classes=5']
+    options += ['train_dataloader.num_workers=0', 'train_dataloader.persistent_workers=False']
+    config = CONFIGS / 'shapes/classifier_nala-xt_shapes.py'
+    finished = run_tool('train.py', config, '--cfg-options', *options, cwd=tmp_path)
+    assert finished.code == 1
+    assert 'head.num_classes must be 6, the number of classes' in finished.output.splitlines()[-1]
+
+
+@pytest.mark.parametrize('label', [-1, 6])
+def test_an_image_label_outside_the_classes_is_refused(label):
+    dataset = SimpleNamespace(metainfo=dict(classes=tuple('abcdef')))
+    runner = SimpleNamespace(val_dataloader=SimpleNamespace(dataset=dataset))
+    sample = DataSample(metainfo=dict(img_path='a.jpg')).set_gt_label(label)
+    message = rf'a.jpg has label \[{label}\], allowed are 0 to 5'
+    with pytest.raises(InputError, match=message):
+        LabelCheckHook().before_val_iter(runner, 0, dict(data_samples=[sample]))
 
 
 AMP = [path for path in LEAVES if re.search('[_-]amp-', path.stem)]

@@ -35,7 +35,7 @@ ENVIRONMENT = dict(
 PARTS = ('datasets', 'engine', 'evaluation', 'models', 'visualization')
 _processes = multiprocessing.get_context('forkserver')
 _processes.set_forkserver_preload(
-    [f'{toolbox}.{part}' for toolbox in ('mmseg', 'mmdet') for part in PARTS]
+    [f'{toolbox}.{part}' for toolbox in ('mmseg', 'mmdet', 'mmpretrain') for part in PARTS]
     + ['mmnala.engine.tools']
 )
 

@@ -94,7 +94,7 @@ print(json.dumps({
     + ['-std=c++17', '-DTORCH_API_INCLUDE_EXTENSION_H', '-DTORCH_EXTENSION_NAME=_ext'],
 }))
 """
-IMPORTS_PROBE = 'import cv2, mmcv.ops, mmengine, mmdet, mmseg, mmnala'
+IMPORTS_PROBE = 'import cv2, mmcv.ops, mmengine, mmdet, mmpretrain, mmseg, mmnala'
 
 
 class SetupError(Exception):

@@ -7,6 +7,7 @@ configs of the real data set with nothing but ``data_root`` changed.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from mmnala.datasets.official import (
     CITYSCAPES_CITIES,
     CITYSCAPES_LABELS,
     COCO_CATEGORIES,
+    IMAGENET_SYNSETS,
 )
 
 if TYPE_CHECKING:
@@ -41,6 +43,18 @@ class Layout:
     def table_files(self) -> dict[str, str]:
         """The files about all scenes of a split, or of both."""
         return {}
+
+    def files(self, root: Path, num_images: dict[str, int]) -> set[str]:
+        """The files of the whole data set in ``root``, of so many scenes in each split."""
+        scenes = [
+            self.scene_files(split, index)
+            for split, number in num_images.items()
+            for index in range(number)
+        ]
+        return {
+            *self.table_files().values(),
+            *(file for scene in scenes for file in scene.values()),
+        }
 
     def write_scene(self, root: Path, split: str, index: int, scene: Scene) -> Any:
         """Write one scene, in any thread; returns what ``write_tables`` needs to know of it."""
@@ -241,11 +255,81 @@ class Cityscapes(Layout):
         files['polygons'].write_text(json.dumps(content))
 
 
+class ImageNet(Layout):
+    """The layout of ImageNet-1K: a folder for each class, of images that show one object.
+
+    A scene gives one image for each of its objects, crowds apart: the square half as long again as
+    the object's box, as far as it lies in the picture. ``meta`` lists all images with their labels.
+    """
+
+    classes = {
+        'background': '',
+        'wall': 'stone wall',
+        'window': 'window screen',
+        'poster': 'book jacket',
+        'striped ball': 'volleyball',
+        'spotted ball': 'soccer ball',
+        'star': 'starfish',
+    }
+    folders = {'training': 'train', 'validation': 'val'}
+
+    def __init__(self) -> None:
+        self.synsets = [IMAGENET_SYNSETS.get(name, ('', -1)) for name in self.classes.values()]
+
+    def scene_files(self, split: str, index: int) -> dict[str, str]:
+        raise NotImplementedError('the number of images depends on the scene: see files()')
+
+    def table_files(self) -> dict[str, str]:
+        return {split: f'meta/{folder}.txt' for split, folder in self.folders.items()}
+
+    def files(self, root: Path, num_images: dict[str, int]) -> set[str]:
+        files = set(self.table_files().values())
+        for split, table in self.table_files().items():
+            lines = (root / table).read_text().splitlines()
+            files.update(f'{self.folders[split]}/{line.rpartition(" ")[0]}' for line in lines)
+        return files
+
+    def write_scene(self, root: Path, split: str, index: int, scene: Scene) -> list[str]:
+        """Write the objects' images; returns their lines of the table."""
+        lines = []
+        for number, instance in enumerate(scene.instances):
+            if instance.iscrowd:
+                continue
+            synset, label = self.synsets[instance.label]
+            count = 100 * index + number
+            stem = f'{synset}_{count}' if split == 'training' else f'ILSVRC2012_val_{count + 1:08d}'
+            file = f'{synset}/{stem}.JPEG'
+            _write_jpeg(root / self.folders[split] / file, _close_up(scene, instance))
+            lines.append(f'{file} {label}')
+        return lines
+
+    def write_tables(self, root: Path, records: dict[str, list], size: int) -> None:
+        for split, found in records.items():
+            path = root / self.table_files()[split]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(''.join(f'{line}\n' for lines in found for line in lines))
+            # Labels are counted by folders, so a class that was not drawn has one, too.
+            for synset, _ in self.synsets[1:]:
+                (root / self.folders[split] / synset).mkdir(parents=True, exist_ok=True)
+
+
 OFFICIAL_LAYOUTS: dict[str, Layout] = {
     'ade20k': ADE20K(),
     'coco': COCO(),
     'cityscapes': Cityscapes(),
+    'imagenet': ImageNet(),
 }
+
+
+def _close_up(scene: Scene, instance: Instance) -> Scene:
+    """The part of the scene that shows the instance with its surroundings."""
+    rows, columns = (np.flatnonzero(instance.mask.any(axis)) for axis in (1, 0))
+    reach = 0.75 * max(np.ptp(rows) + 1, np.ptp(columns) + 1)
+    window = tuple(
+        slice(max(round(middle - reach), 0), round(middle + reach))
+        for middle in ((rows[0] + rows[-1] + 1) / 2, (columns[0] + columns[-1] + 1) / 2)
+    )
+    return replace(scene, image=scene.image[window])
 
 
 def _write_image(path: Path, image: np.ndarray, *options: int) -> None:

@@ -1,4 +1,5 @@
-"""Classes, ids and counts of ADE20K (the scene-parsing challenge), COCO 2017 and Cityscapes.
+"""Classes, ids and counts of ADE20K (the scene-parsing challenge), COCO 2017 and Cityscapes, and
+a few of ImageNet-1K.
 
 The tables are here, and not read from mmseg, mmdet or cityscapesscripts, so that data can be
 written and checked without them.
@@ -137,3 +138,13 @@ CITYSCAPES_CITIES = {
     'val': ('frankfurt', 'lindau', 'munster'),
     'test': ('berlin', 'bielefeld', 'bonn', 'leverkusen', 'mainz', 'munich'),
 }  # fmt: skip
+
+# Of the thousand classes of ImageNet-1K those that drawn objects stand for: WordNet id and label.
+IMAGENET_SYNSETS = {
+    'starfish': ('n02317335', 327),
+    'soccer ball': ('n04254680', 805),
+    'stone wall': ('n04326547', 825),
+    'volleyball': ('n04540053', 890),
+    'window screen': ('n04589890', 904),
+    'book jacket': ('n07248320', 921),
+}

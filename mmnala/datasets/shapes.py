@@ -449,10 +449,8 @@ def _check_replaceable(out: Path) -> None:
     try:
         meta = json.loads((out / _MARKER).read_text())
         layout = LAYOUTS[meta.get('layout', 'shapes')]
-        expected = {_MARKER, *layout.table_files().values()}
-        for split, num_images in zip(SPLITS, (meta['num_train'], meta['num_val']), strict=True):
-            for index in range(num_images):
-                expected.update(layout.scene_files(split, index).values())
+        num_images = dict(zip(SPLITS, (meta['num_train'], meta['num_val']), strict=True))
+        expected = {_MARKER, *layout.files(out, num_images)}
         found = {path.relative_to(out).as_posix() for path in out.rglob('*') if not path.is_dir()}
         strange = sorted(found - expected)
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -478,7 +476,7 @@ def make_dataset(
 ) -> None:
     """Write the data set to the folder ``out``.
 
-    ``layout`` is ``'ade20k'``, ``'coco'`` or ``'cityscapes'``, of which
+    ``layout`` is ``'ade20k'``, ``'coco'``, ``'cityscapes'`` or ``'imagenet'``, of which
     :mod:`mmnala.datasets.layouts` tells the files and classes, or ``'shapes'``, where semantic maps
     and instances of the drawn classes lie side by side:
 

@@ -17,10 +17,11 @@ class LabelError(InputError):
 
 @HOOKS.register_module(force=True)
 class LabelCheckHook(Hook):
-    """Refuse semantic labels outside the dataset's classes, and a head with other classes.
+    """Refuse labels outside the dataset's classes, and a head with other classes.
 
     Such a label would end a GPU run in an opaque device assertion and drop out of an evaluation
-    unseen. Datasets without ``classes`` and samples without semantic labels (detection) pass.
+    unseen. Checked are the semantic labels of mmseg and the image labels of mmpretrain; datasets
+    without ``classes`` and samples without such labels (detection) pass.
 
     Args:
         ignore_index: Label of pixels that do not count. Defaults to 255.
@@ -36,13 +37,14 @@ class LabelCheckHook(Hook):
 
     def before_train(self, runner: Runner) -> None:
         model = getattr(runner.model, 'module', runner.model)
-        num_classes = getattr(getattr(model, 'decode_head', None), 'num_classes', None)
         classes = getattr(runner.train_dataloader.dataset, 'metainfo', {}).get('classes')
-        if classes is not None and num_classes not in (None, len(classes)):
-            raise LabelError(
-                f'decode_head.num_classes must be {len(classes)}, the number of classes of the '
-                f'training set, got {num_classes}'
-            )
+        for head in ('decode_head', 'head'):
+            num_classes = getattr(getattr(model, head, None), 'num_classes', None)
+            if classes is not None and num_classes not in (None, len(classes)):
+                raise LabelError(
+                    f'{head}.num_classes must be {len(classes)}, the number of classes of the '
+                    f'training set, got {num_classes}'
+                )
 
     def before_train_iter(
         self, runner: Runner, batch_idx: int, data_batch: Any | None = None
@@ -66,6 +68,14 @@ class LabelCheckHook(Hook):
                 wrong = (labels >= len(classes)) & (labels != self.ignore_index) | (labels < 0)
                 if wrong.any():
                     raise LabelError(self._describe(sample, labels[wrong], len(classes)))
+            elif 'gt_label' in sample:
+                labels = sample.gt_label
+                wrong = (labels >= len(classes)) | (labels < 0)
+                if wrong.any():
+                    raise LabelError(
+                        f'{sample.get("img_path")} has label {labels[wrong].tolist()}, allowed are '
+                        f'0 to {len(classes) - 1}'
+                    )
 
     def _describe(self, sample: Any, wrong: Tensor, num_classes: int) -> str:
         file = sample.get('seg_map_path', sample.get('img_path'))

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ..backbones import NaLaFormer
+from ..necks import NaLaFormerNeck
 from .errors import InputError
 
 # Necks that list the outputs from the coarsest on, or only the last ones.
@@ -19,7 +20,8 @@ def check_model(model: Mapping[str, Any]) -> None:
     some convolution. Models with another backbone pass.
 
     Args:
-        model: The config's ``model``, of mmdet or mmseg, in a test-time augmentation or not.
+        model: The config's ``model``, of mmdet, mmseg or mmpretrain, in a test-time augmentation or
+            not.
 
     Raises:
         InputError: Naming the backbone's arguments, or each ``in_channels`` or ``in_index`` that
@@ -38,6 +40,7 @@ def check_model(model: Mapping[str, Any]) -> None:
         for path, given, gives in _settings(model, channels)
         if given != gives
     ]
+    misfits += _classification_heads(model, channels, name)
     if misfits:
         raise InputError('; '.join(misfits))
 
@@ -73,6 +76,22 @@ def _settings(model: Mapping[str, Any], channels: list[int]) -> Iterator[tuple[s
         if 'kernel_generate_head' in head:  # K-Net
             path, head = f'{path}.kernel_generate_head', head['kernel_generate_head']
         yield from _segmentation_head(path, head, channels)
+
+
+def _classification_heads(
+    model: Mapping[str, Any], channels: list[int], name: str
+) -> Iterator[str]:
+    for _, neck in _parts(model, 'neck'):
+        if _type_name(neck) == NaLaFormerNeck.__name__:
+            name, gives = NaLaFormerNeck.__name__, neck.get('out_channels', 1024)
+        elif _type_name(neck) == 'GlobalAveragePooling':
+            gives = channels[-1]
+        else:
+            continue
+        for path, head in _parts(model, 'head'):
+            given = head.get('in_channels')
+            if given not in (None, gives):
+                yield f'{path}.in_channels is {given}, but {name} gives {gives}'
 
 
 def _segmentation_head(
