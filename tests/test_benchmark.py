@@ -258,6 +258,40 @@ def test_backbone_section(tmp_path, no_children):
         assert (work == pytest.approx(same)) == (row['model'] != 'resnet50')
     assert (tmp_path / 'backbone.png').read_bytes().startswith(b'\x89PNG')
 
+    _, profiles = read(tmp_path / 'profile.csv')
+    assert tuple(profiles[0]) == benchmark.COLUMNS['profile']
+    assert [(row['mode'], row['model']) for row in profiles] == [
+        ('inference', 'nala-xt'),
+        ('training', 'nala-xt'),
+    ]
+    for profile in profiles:
+        shares = [float(profile[kind]) for kind in (*benchmark.KERNELS, 'rest')]
+        assert min(shares) > 0 and sum(shares) == pytest.approx(1)
+        ratio = next(
+            float(row['ratio'])
+            for row in rows
+            if (row['mode'], row['model']) == (profile['mode'], 'released-xt')
+        )
+        assert float(profile['ratio_without_rest']) == pytest.approx(ratio / sum(shares[:-1]))
+
+
+def test_shares_of_kernels():
+    x = torch.rand(256, 256)
+    image, weight = torch.rand(1, 8, 64, 64), torch.rand(8, 8, 3, 3)
+    heads = torch.rand(1, 1, 256, 16)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    steps = {
+        'linear_layers': lambda: torch.nn.functional.linear(x, x, x[0]),
+        'convolution': lambda: torch.nn.functional.conv2d(image, weight),
+        'softmax_attention': lambda: attend(heads, heads, heads),
+        'batched_products': lambda: x[None] @ x[None],
+        'rest': lambda: x.erf(),
+    }
+    for kind, step in steps.items():
+        shares = measuring.kernel_shares(step, 'cpu')
+        assert sum(shares.values()) == pytest.approx(1)
+        assert {name for name, share in shares.items() if share} == {kind, 'rest'}
+
 
 @pytest.mark.parametrize(
     ('command', 'message'),

@@ -25,6 +25,7 @@ import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
 from measuring import (
+    KERNELS,
     Limits,
     Step,
     count_flops,
@@ -32,6 +33,7 @@ from measuring import (
     describe_machine,
     fit_exponent,
     free_bytes,
+    kernel_shares,
     measure_limits,
     peak_memory,
     take_turns,
@@ -64,12 +66,15 @@ COLUMNS = {
     'operator': ('mode', 'tokens', 'path', *_MEASURED, *_MEMORY, *_SHARES, 'note'),
     'exponents': ('mode', 'path', 'quantity', 'exponent', 'tokens'),
     'backbone': ('size', 'mode', 'model', *_MEASURED, *_SHARES, 'note'),
+    'profile': ('size', 'mode', 'model', *KERNELS, 'rest', 'ratio_without_rest'),
 }
 LEGEND = """\
 ratio: time / time of ours. first_seconds: the first call, with compilation. peak_mib: memory above
 the idle state. Work: matrix products and convolutions. Traffic: inputs and outputs of the operator;
 image and weights of a backbone, in training with gradients. Shares: of the machine's limits above.
-roofline_seconds: the least time at these limits, which roofline names.
+roofline_seconds: the least time at these limits, which roofline names. Profile: the parts of a
+call's time. ratio_without_rest: what the ratio of the model as released would be if ours spent time
+in the libraries' kernels alone, that is the most that can be reached without faster kernels.
 """
 FIT_FROM = 4096  # tokens; below, the overhead of calls hides how time grows
 SOFTMAX_MATRICES = {'inference': 2, 'training': 4}  # N x N at once in explicit attention
@@ -280,7 +285,7 @@ def exponents(rows: Sequence[Row]) -> list[Row]:
 
 
 def backbone_section(args: Args, limits: Limits) -> dict[str, list[Row]]:
-    rows = []
+    rows, profiles = [], []
     for size in args.sizes:
         for mode in args.modes:
             names = list(args.models)
@@ -290,7 +295,15 @@ def backbone_section(args: Args, limits: Limits) -> dict[str, list[Row]]:
                     names += [f'{name}-cp'] if mode == 'training' else []
                     names += [f'{name}-compiled'] if args.compile else []
             builds = {name: partial(backbone_step, name, mode, size, args) for name in names}
-            for name, row in measure(builds, _our_model, args).items():
+            measured = measure(builds, _our_model, args)
+            for name in args.models:
+                if name.startswith('nala'):
+                    shares = kernel_shares(builds[name](), args.device)
+                    ratio = measured.get(name.replace('nala', 'released'), {}).get('ratio')
+                    most = ratio and ratio / (1 - shares['rest'])
+                    row = dict(size=f'{size[0]}x{size[1]}', mode=mode, model=name)
+                    profiles.append(row | shares | dict(ratio_without_rest=most))
+            for name, row in measured.items():
                 # Blocks that are computed twice are no more work done.
                 same = _our_model(name) if name.startswith('nala') else name
                 flops = _flops(backbone_step, same, mode, size, args)
@@ -299,7 +312,7 @@ def backbone_section(args: Args, limits: Limits) -> dict[str, list[Row]]:
                 traffic = 4 * (args.batch * 3 * math.prod(size) + weights)
                 row |= limits.shares(row['seconds'], flops, traffic)
                 rows.append(dict(size=f'{size[0]}x{size[1]}', mode=mode, model=name) | row)
-    return {'backbone': rows}
+    return {'backbone': rows, 'profile': profiles}
 
 
 def _our_model(name: str) -> str:

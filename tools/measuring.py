@@ -18,6 +18,8 @@ from unittest import mock
 
 import numpy as np
 import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 Step = Callable[[], None]
@@ -132,6 +134,35 @@ def count_flops(step: Step) -> int:
     with FlopCounterMode(display=False) as counter:
         step()
     return counter.get_total_flops()
+
+
+# Operations of torch by what they compute; names of forward and backward contain these.
+KERNELS = {
+    'softmax_attention': ('scaled_dot_product', '_attention_'),
+    'convolution': ('convolution',),
+    'linear_layers': ('aten::addmm', 'aten::mm', 'aten::linear'),
+    'batched_products': ('aten::bmm', 'aten::baddbmm'),
+}
+
+
+def kernel_shares(step: Step, device: str) -> dict[str, float]:
+    """Which part of a step's time the libraries' large kernels take, and the ``rest``.
+
+    The shares add up to 1. Time is that of the CPU or, on a GPU, of its kernels.
+    """
+    activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (device == 'cuda')
+    step()
+    with profile(activities=activities) as profiler:
+        step()
+    seconds = dict.fromkeys([*KERNELS, 'rest'], 0.0)
+    for event in profiler.key_averages():
+        if event.device_type != DeviceType.CPU:
+            continue  # a GPU's kernels count with the operations that launched them
+        on_gpu = device == 'cuda'
+        own = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        kinds = [kind for kind, names in KERNELS.items() if any(x in event.key for x in names)]
+        seconds[kinds[0] if kinds else 'rest'] += own
+    return {kind: time / sum(seconds.values()) for kind, time in seconds.items()}
 
 
 def fit_exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
