@@ -12,8 +12,8 @@ if find_spec('mmengine') is None:
         name='mmengine',
     )
 
-from . import engine
+from . import engine, timm_models
 from .backbones import NaLaFormer
 from .necks import NaLaFormerNeck
 
-__all__ = ['NaLaFormer', 'NaLaFormerNeck', '__version__', 'engine']
+__all__ = ['NaLaFormer', 'NaLaFormerNeck', '__version__', 'engine', 'timm_models']
