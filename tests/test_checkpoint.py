@@ -11,7 +11,7 @@ from mmengine.runner.checkpoint import save_checkpoint
 from safetensors.torch import save_file
 
 from mmnala import NaLaFormer
-from mmnala.checkpoint import read_checkpoint
+from mmnala.checkpoint import from_release, read_checkpoint
 
 
 def build(golden, checkpoint=None, prefix=None, **kwargs) -> NaLaFormer:
@@ -141,14 +141,48 @@ def test_what_does_not_fit_is_listed_and_nothing_is_loaded(micro, tmp_path, chan
     assert all(torch.equal(value, fresh[name]) for name, value in model.state_dict().items())
 
 
-def test_a_whole_models_checkpoint_hints_at_the_prefix(micro, tmp_path):
-    torch.save(
-        {f'backbone.{k}': v for k, v in build(micro).state_dict().items()}, tmp_path / 'a.pth'
-    )
-    with pytest.raises(RuntimeError, match="set prefix='backbone.'"):
-        build(micro, tmp_path / 'a.pth')
-    with pytest.raises(RuntimeError, match=r"prefix 'encoder\.' fits no name"):
-        build(micro, tmp_path / 'a.pth', prefix='encoder')
+@pytest.mark.parametrize('prefix', [None, 'backbone', 'backbone.'])
+@pytest.mark.parametrize(
+    ('start', 'others'),
+    [
+        ('', []),
+        ('backbone.', ['decode_head.conv_seg.weight']),
+        ('backbone.', ['neck.proj.weight', 'head.fc.weight']),
+        ('model.backbone.', []),
+        ('module.backbone.', ['module.bbox_head.weight']),
+        ('_orig_mod.module.backbone.', []),
+        ('backbone.timm_model.model.backbone.', ['decode_head.conv_seg.weight']),
+    ],
+)
+@pytest.mark.parametrize('release', [False, True])
+def test_the_backbone_is_found_in_every_larger_model(
+    micro, tmp_path, release, start, others, prefix
+):
+    state = micro.under('state.')
+    weights = state if release else from_release(state)
+    if others:
+        weights = {
+            k: v for k, v in weights.items() if not k.startswith(('proj.', 'norm.', 'head.'))
+        }
+    content = {f'{start}{k}': v for k, v in weights.items()} | dict.fromkeys(others, torch.ones(2))
+    torch.save(dict(state_dict=content), tmp_path / 'whole.pth')
+    loaded = build(micro, tmp_path / 'whole.pth', prefix, out_norm=False).state_dict()
+    expected = from_release(state)
+    assert loaded.keys() == expected.keys()
+    assert all(torch.equal(value, expected[name]) for name, value in loaded.items())
+
+
+def test_prefix_chooses_and_a_wrong_one_is_an_error(micro, tmp_path):
+    state = from_release(micro.under('state.'))
+    content = {f'teacher.{k}': v for k, v in state.items()}
+    content |= {f'student.{k}': v + 1 for k, v in state.items()}
+    torch.save(content, tmp_path / 'two.pth')
+    model = build(micro, tmp_path / 'two.pth', 'student')
+    assert torch.equal(stem(model), state['patch_embed.proj.0.weight'] + 1)
+    with pytest.raises(RuntimeError, match=r"several backbones.*\['student\.', 'teacher\.'\]"):
+        build(micro, tmp_path / 'two.pth')
+    with pytest.raises(RuntimeError, match=r"prefix 'backbone\.' fits no name"):
+        build(micro, tmp_path / 'two.pth', 'backbone')
 
 
 @pytest.mark.parametrize('kept', [0, 10, 1000, 0.5, -1])

@@ -1,139 +1,16 @@
-"""Reading checkpoints as untrusted files, and loading them strictly into the backbone."""
+"""Loading checkpoints strictly into the backbone."""
 
 import os
-import pickle
 import re
-import zipfile
 from collections.abc import Mapping
-from types import SimpleNamespace
 from typing import Any
-from urllib.parse import urlparse
 
-import torch
 from mmengine.logging import print_log
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from timm.models import adapt_input_conv
 from torch import Tensor, nn
-from torch.hub import HASH_REGEX, download_url_to_file, get_dir
 
-# What a file of tensors needs; torch itself turns the storages' names into plain tags.
-_TRUSTED = {
-    ('collections', 'OrderedDict'),
-    ('torch', 'Size'),
-    ('torch', 'device'),
-    ('torch._utils', '_rebuild_parameter'),
-    ('torch._utils', '_rebuild_tensor_v2'),
-}
-
-# Parts of the release that are no backbone weights: the classifier and a recomputable buffer.
-_RELEASE_EXTRAS = re.compile(r'(proj|norm|head)\.|layers\.\d+\.RoPE\.angle$')
-
-
-class _Inert:
-    """Stands for any pickled object that is not a tensor or a container: takes all, does nothing.
-
-    A release checkpoint carries its ``argparse.Namespace``, one of mmengine its log buffers.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __call__(self, *args: Any, **kwargs: Any) -> '_Inert':
-        return self
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
-
-    __setstate__ = append = extend = __call__
-
-
-class _TensorUnpickler(pickle.Unpickler):
-    """Builds tensors and containers; a name that is not trusted becomes :class:`_Inert`."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return super().find_class(module, name) if (module, name) in _TRUSTED else _Inert
-
-
-_TENSOR_PICKLE = SimpleNamespace(
-    __name__='tensors only',
-    Unpickler=_TensorUnpickler,
-    load=lambda file, **kwargs: _TensorUnpickler(file, **kwargs).load(),
-)
-
-
-def read_checkpoint(path: str | os.PathLike, map_location: Any = 'cpu') -> dict[str, Any]:
-    """Read a ``.safetensors`` or a torch checkpoint without executing pickled code.
-
-    Args:
-        path: A local file, whatever its name; safetensors are recognised by their ending.
-        map_location: As in :func:`torch.load`.
-
-    Returns:
-        The file's top-level dict. Objects that are neither tensors nor builtin values are replaced
-        by inert stand-ins.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        RuntimeError: If the file is truncated or no checkpoint.
-    """
-    path = os.fspath(path)
-    if not os.path.isfile(path):
-        raise FileNotFoundError(f'checkpoint must be an existing file, got {path!r}')
-    try:
-        if path.endswith('.safetensors'):
-            return load_file(path, device=str(map_location or 'cpu'))
-        if zipfile.is_zipfile(path) and any(
-            name.endswith('/constants.pkl') for name in zipfile.ZipFile(path).namelist()
-        ):
-            raise pickle.UnpicklingError('a TorchScript archive holds code, not only weights')
-        content = torch.load(
-            path, map_location=map_location, pickle_module=_TENSOR_PICKLE, weights_only=False
-        )
-        if not isinstance(content, dict):
-            raise pickle.UnpicklingError(f'it holds a {type(content).__name__}, not a dict')
-    # Damaged bytes surface as almost any exception, depending on where the damage lies.
-    except (Exception, SafetensorError) as error:
-        raise RuntimeError(f'checkpoint {path!r} is truncated or no checkpoint: {error}') from error
-    return content
-
-
-def find_state_dict(content: Mapping[str, Any], prefix: str | None = None) -> dict[str, Tensor]:
-    """The weights in a checkpoint's dict, by the names of the module that ``prefix`` selects.
-
-    Weights are looked for under ``state_dict`` (OpenMMLab), ``model`` (the release) and at the top
-    level; a ``module.`` in front of all names (data-parallel wrappers) is dropped.
-
-    Raises:
-        RuntimeError: If no name starts with ``prefix``, or names are no strings.
-    """
-    state = next(
-        (content[key] for key in ('state_dict', 'model') if isinstance(content.get(key), Mapping)),
-        content,
-    )
-    if not all(isinstance(name, str) for name in state):
-        raise RuntimeError('its state dict has names that are no strings')
-    if state and all(name.startswith('module.') for name in state):
-        state = {name.removeprefix('module.'): value for name, value in state.items()}
-    if prefix:
-        prefix = prefix.rstrip('.') + '.'
-        chosen = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
-        if not chosen:
-            raise RuntimeError(f'prefix {prefix!r} fits no name in it; it has {_shorten(state)}')
-        state = chosen
-    return dict(state)
-
-
-def from_release(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename the release's backbone weights to ours; names that are ours already stay."""
-    renamed = {}
-    for name, value in state.items():
-        if _RELEASE_EXTRAS.match(name):
-            continue
-        name = re.sub(r'\.(norm[12])\.norm\.', r'.\1.', name)
-        if re.search(r'\.gamma_[12]$', name) and value.dim() == 4:
-            value = value.flatten()  # the release's layer scales are (1, C, 1, 1)
-        renamed[name] = value
-    return renamed
+from .files import local_file, read_checkpoint
+from .layouts import STEM, find_state_dict, is_angle, shorten, sort_weights
 
 
 def load_pretrained(
@@ -144,51 +21,77 @@ def load_pretrained(
 ) -> None:
     """Load a checkpoint's backbone weights into ``model``, strictly.
 
-    The release's layout and this project's own are accepted. Knowingly left out are the classifier
-    and rotary buffer, stages behind the last one that ``model`` returns, and norms of outputs it
-    does not return; norms of its outputs that the file lacks keep their fresh values.
+    All layouts of this module are accepted, and the larger models' files with or without
+    ``prefix``. Of a training checkpoint the weights are those of :func:`find_state_dict`. Knowingly
+    left out are all other parts of a larger model, the release's classifier and rotary buffers
+    (whose values must be the model's), stages behind the last one that ``model`` returns, and norms
+    of outputs it does not return; norms of its outputs that the file lacks keep their fresh values.
+
+    A model whose ``in_channels`` is not 3 takes a stem of 3 channels by timm's rule: for one
+    channel their sum, for more their repetition, scaled by 3 / ``in_channels``.
 
     Args:
         model: A :class:`~mmnala.NaLaFormer`; untouched if an error is raised.
-        checkpoint: A local file or an http(s) URL; of a URL, a sha256 prefix in the file name
-            (``name-1a2b3c4d.pth``) is checked.
-        prefix: Name of the backbone in a larger model's checkpoint, e.g. ``'backbone.'``.
+        checkpoint: A local file or an http(s) or file URL; of a URL, a sha256 prefix in the file
+            name (``name-1a2b3c4d.pth``) is checked.
+        prefix: Name of the backbone in a larger model's checkpoint, e.g. ``'backbone.'``; needed
+            only where the file holds several.
         map_location: Where tensors are read to, as in :func:`torch.load`.
 
     Raises:
         FileNotFoundError: If the file does not exist.
-        RuntimeError: If it is no checkpoint, or if names or shapes do not fit; all are listed.
+        RuntimeError: If it is no checkpoint, cannot be downloaded or has another hash, or if names
+            or shapes do not fit; all are listed.
     """
     checkpoint = os.fspath(checkpoint)
-    path = _download(checkpoint) if urlparse(checkpoint).scheme in ('http', 'https') else checkpoint
-    content = read_checkpoint(path, map_location)
+    content = read_checkpoint(local_file(checkpoint), map_location)
     try:
-        state = from_release(find_state_dict(content, prefix))
-        own = model.state_dict()
+        found = sort_weights(find_state_dict(content), prefix)
+        state, own = found.backbone, model.state_dict()
+        adapted = _adapt_stem(state, own)
         dropped = {k for k in state if k not in own and _is_unbuilt(k, model)}
         kept = {k: v for k, v in state.items() if k not in dropped}
         _check_fit(kept, own)
+        _check_angles(found.angles, model)
     except RuntimeError as error:
         raise RuntimeError(
             f'checkpoint {checkpoint!r} does not fit the backbone: {error}'
         ) from None
     model.load_state_dict(kept, strict=False)
     fresh = [k for k in own if k not in kept]
+    left = sorted(dropped) + [k for k in found.tensors if not k.startswith('backbone.')]
     print_log(
-        f'Loaded {len(kept)} backbone tensors from {checkpoint}; '
-        f'fresh: {_shorten(fresh)}; left out: {_shorten(sorted(dropped))}',
+        f'Loaded {len(kept)} backbone tensors from {checkpoint}{adapted}; '
+        f'fresh: {shorten(fresh)}; left out: {shorten(left + found.others)}',
         logger='current',
     )
 
 
-def _download(url: str) -> str:
-    name = os.path.basename(urlparse(url).path)
-    path = os.path.join(get_dir(), 'checkpoints', name)
-    if not os.path.exists(path):
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        match = HASH_REGEX.search(name)
-        download_url_to_file(url, path, match.group(1) if match else None)
-    return path
+def _adapt_stem(state: dict[str, Tensor], own: Mapping[str, Tensor]) -> str:
+    """Fit the stem in ``state`` to the model's image channels, and say so."""
+    weight, channels = state.get(STEM), own[STEM].shape[1]
+    if not isinstance(weight, Tensor) or weight.dim() != 4 or weight.shape[1] == channels:
+        return ''
+    if weight.shape[1] != 3:
+        raise RuntimeError(
+            f'its images have {weight.shape[1]} channels and in_channels is {channels}: '
+            'only weights for 3 channels can be adapted'
+        )
+    state[STEM] = adapt_input_conv(channels, weight)
+    return f' ({STEM} adapted from 3 to {channels} image channels)'
+
+
+def _check_angles(angles: Mapping[int, Tensor], model: nn.Module) -> None:
+    """Another number of heads has the same shapes of weights, but other rotary frequencies."""
+    for stage, angle in angles.items():
+        if stage >= len(model.layers):  # type: ignore[arg-type]
+            continue
+        head_dim = model.layers[stage].head_dim  # type: ignore[index,union-attr]
+        if not is_angle(angle, head_dim, rtol=1e-6):
+            raise RuntimeError(
+                f'layers.{stage}.RoPE.angle are not the rotary frequencies of {head_dim} channels '
+                'a head; are num_heads those of the file?'
+            )
 
 
 def _is_unbuilt(name: str, model: nn.Module) -> bool:
@@ -215,13 +118,4 @@ def _check_fit(state: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
         if names:
             problems.append(f'\n  {kind} ({len(names)}): ' + ', '.join(names))
     if problems:
-        hint = ''
-        if any(name.startswith('backbone.') for name in unexpected):
-            hint = "\n  (a whole model's checkpoint? then set prefix='backbone.')"
-        raise RuntimeError(''.join(problems) + hint)
-
-
-def _shorten(names: Any, most: int = 6) -> str:
-    names = list(names)
-    rest = f' and {len(names) - most} more' if len(names) > most else ''
-    return (', '.join(names[:most]) or 'nothing') + rest
+        raise RuntimeError(''.join(problems))

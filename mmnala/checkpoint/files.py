@@ -1,0 +1,207 @@
+"""Reading checkpoints as untrusted files, from disk or the net, and writing them whole."""
+
+import hashlib
+import io
+import json
+import os
+import pickle
+import tempfile
+import uuid
+import zipfile
+from collections.abc import Mapping
+from contextlib import suppress
+from http.client import HTTPException
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlparse
+from urllib.request import url2pathname
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+from torch.hub import HASH_REGEX, download_url_to_file, get_dir
+
+# What a file of tensors needs; torch itself turns the storages' names into plain tags.
+_TRUSTED = {
+    ('collections', 'OrderedDict'),
+    ('torch', 'Size'),
+    ('torch', 'device'),
+    ('torch._utils', '_rebuild_parameter'),
+    ('torch._utils', '_rebuild_tensor_v2'),
+}
+
+
+ENDINGS = ('.pth', '.safetensors')
+
+
+class _Inert:
+    """Stands for any pickled object that is not a tensor or a container: takes all, does nothing.
+
+    A release checkpoint carries its ``argparse.Namespace``, one of mmengine its log buffers.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> '_Inert':
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        pass
+
+    __setstate__ = append = extend = __call__
+
+
+class _TensorUnpickler(pickle.Unpickler):
+    """Builds tensors and containers; a name that is not trusted becomes :class:`_Inert`."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class(module, name) if (module, name) in _TRUSTED else _Inert
+
+
+_TENSOR_PICKLE = SimpleNamespace(
+    __name__='tensors only',
+    Unpickler=_TensorUnpickler,
+    load=lambda file, **kwargs: _TensorUnpickler(file, **kwargs).load(),
+)
+
+
+def read_checkpoint(path: str | os.PathLike, map_location: Any = 'cpu') -> dict[str, Any]:
+    """Read a ``.safetensors`` or a torch checkpoint without executing pickled code.
+
+    Args:
+        path: A local file, whatever its name; safetensors are recognised by their ending.
+        map_location: As in :func:`torch.load`.
+
+    Returns:
+        The file's top-level dict. Objects that are neither tensors nor builtin values are replaced
+        by inert stand-ins.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        RuntimeError: If the file is truncated or no checkpoint.
+    """
+    path = os.path.expanduser(path)
+    if not os.path.isfile(path):
+        raise FileNotFoundError(f'checkpoint must be an existing file, got {path!r}')
+    try:
+        if path.endswith('.safetensors'):
+            return load_file(path, device=str(map_location or 'cpu'))
+        if zipfile.is_zipfile(path) and any(
+            name.endswith('/constants.pkl') for name in zipfile.ZipFile(path).namelist()
+        ):
+            raise pickle.UnpicklingError('a TorchScript archive holds code, not only weights')
+        content = torch.load(
+            path, map_location=map_location, pickle_module=_TENSOR_PICKLE, weights_only=False
+        )
+        if not isinstance(content, dict):
+            raise pickle.UnpicklingError(f'it holds a {type(content).__name__}, not a dict')
+    # Damaged bytes surface as almost any exception, depending on where the damage lies.
+    except (Exception, SafetensorError) as error:
+        raise RuntimeError(f'checkpoint {path!r} is truncated or no checkpoint: {error}') from error
+    return content
+
+
+def local_file(checkpoint: str) -> str:
+    """The local file of a path or URL, downloaded unless it is in torch.hub's cache."""
+    url = urlparse(checkpoint)
+    if url.scheme == 'file':
+        path = url2pathname(url.path)
+        match = HASH_REGEX.search(os.path.basename(path))
+        if match and os.path.isfile(path):
+            with open(path, 'rb') as file:
+                digest = hashlib.sha256(file.read()).hexdigest()
+            if not digest.startswith(match[1]):
+                raise RuntimeError(
+                    f'checkpoint {checkpoint!r}: invalid hash value '
+                    f'(expected "{match[1]}", got "{digest}")'
+                )
+        return path
+    if url.scheme in ('http', 'https'):
+        return _download(checkpoint, os.path.basename(url.path))
+    return checkpoint
+
+
+def _download(url: str, name: str) -> str:
+    folder = os.path.join(get_dir(), 'checkpoints')
+    path = os.path.join(folder, name)
+    if not os.path.exists(path):
+        os.makedirs(folder, exist_ok=True)
+        match = HASH_REGEX.search(name)
+        with tempfile.TemporaryDirectory(dir=folder) as temporary:
+            part = os.path.join(temporary, name)
+            try:
+                download_url_to_file(url, part, match.group(1) if match else None)
+                read_checkpoint(part)  # torch.hub takes a broken connection for the file's end
+            except (OSError, HTTPException, RuntimeError) as error:
+                message = str(error).replace(part, url)
+                raise RuntimeError(f'checkpoint {url!r}, downloading: {message}') from error
+            os.replace(part, path)
+    return path
+
+
+def check_target(path: str | os.PathLike) -> None:
+    """Fail unless ``path`` can become a new checkpoint.
+
+    Raises:
+        OSError: If it exists already, or its folder does not.
+        ValueError: If it does not end in ``.pth`` or ``.safetensors``.
+    """
+    path = os.fspath(path)
+    if not path.endswith(ENDINGS):
+        raise ValueError(f'{path}: expected a name ending in {" or ".join(ENDINGS)}')
+    if not os.path.isdir(os.path.dirname(path) or '.'):
+        raise FileNotFoundError(f'{path}: there is no such folder')
+    _check_new(path)
+
+
+def pack_checkpoint(
+    state: Mapping[str, Tensor], path: str | os.PathLike, key: str, meta: Mapping | None = None
+) -> bytes:
+    """The bytes of a checkpoint, in the format that the ending of ``path`` names.
+
+    Args:
+        state: The weights; views and shared storages become tensors of their own.
+        path: Ends in ``.pth``: a dict of the weights under ``key`` and of ``meta``, which
+            ``torch.load(weights_only=True)`` reads if ``meta`` holds builtin values; or in
+            ``.safetensors``: the weights alone, and ``meta`` as JSON in the file's metadata.
+        key: Where loaders look for the weights, ``'state_dict'`` or ``'model'``.
+        meta: What else is needed to use them.
+    """
+    state = {
+        name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, value in state.items()
+    }
+    if os.fspath(path).endswith('.safetensors'):
+        extra = {} if meta is None else {'meta': json.dumps(meta)}
+        return save(state, metadata={'format': 'pt', **extra})
+    content: dict[str, Any] = {key: state} if meta is None else {key: state, 'meta': dict(meta)}
+    buffer = io.BytesIO()
+    torch.save(content, buffer)
+    return buffer.getvalue()
+
+
+def write_new(path: str | os.PathLike, data: bytes) -> None:
+    """Write a new file, whole or not at all.
+
+    Raises:
+        OSError: If it exists already or cannot be written.
+    """
+    path = os.fspath(path)
+    part = os.path.join(os.path.dirname(path), f'.{uuid.uuid4().hex}.partial')
+    try:
+        with open(part, 'xb') as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        _check_new(path)
+        os.replace(part, path)
+    finally:
+        with suppress(FileNotFoundError):
+            os.unlink(part)
+
+
+def _check_new(path: str) -> None:
+    if os.path.lexists(path):
+        raise FileExistsError(f'{path} exists already; move it or choose another name')
