@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from ..backbones import NaLaFormer
 from ..backbones.nalaformer import ARCH_WORDS
+from ..checkpoint.layouts import shorten
+from ..conversion import convert
 from ..necks import NaLaFormerNeck
 
 # What of the backbone's arguments a user may set; the others are the classifier's to choose.
@@ -241,13 +243,13 @@ class NaLaFormerClassifier(nn.Module):
         self.num_classes = num_classes
 
 
-def _check_weights(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Refuse weights of another model; timm would keep random ones if the classes differ."""
+def _convert_weights(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Take weights of any layout, but whole; timm keeps random ones if the classes differ."""
+    state = convert(state, 'classifier').state
     names, own = ({k for k in s if not k.startswith('head.')} for s in (state, model.state_dict()))
     for kind, wrong in (('missing', own - names), ('unexpected', names - own)):
         if wrong:
-            few = ', '.join(sorted(wrong)[:5])
-            raise RuntimeError(f'pretrained weights do not fit: {len(wrong)} {kind}, such as {few}')
+            raise RuntimeError(f'pretrained weights: {len(wrong)} {kind}: {shorten(sorted(wrong))}')
     return state
 
 
@@ -257,7 +259,7 @@ def _create(variant: str, pretrained: bool, **kwargs: Any) -> nn.Module:
         variant,
         pretrained,
         feature_cfg=dict(out_indices=(0, 1, 2, 3), feature_cls='getter'),
-        pretrained_filter_fn=_check_weights,
+        pretrained_filter_fn=_convert_weights,
         **kwargs,
     )
 
