@@ -1,7 +1,12 @@
 """Loading checkpoints: the release's layout and ours, strictly, without executing pickles."""
 
+import hashlib
+import http.server
 import pickle
+import shutil
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -238,24 +243,133 @@ def test_pickled_code_is_not_executed(micro, tmp_path, form):
     assert list(read_checkpoint(DATA / 'nala_attention_op.safetensors'))
 
 
-def test_url(micro, micro_release, tmp_path, monkeypatch):
+@pytest.fixture
+def server(tmp_path, monkeypatch):
+    """The address of a folder ``served``; files with ``cut`` in their names break off half-way."""
     monkeypatch.setenv('TORCH_HOME', str(tmp_path / 'hub'))
-    import hashlib
-    import http.server
-    import threading
-    from functools import partial
+    (tmp_path / 'served').mkdir()
 
-    digest = hashlib.sha256(micro_release.read_bytes()).hexdigest()[:8]
-    good, bad = f'micro-{digest}.pth', 'micro-00000000.pth'
-    for name in (good, bad):
-        (tmp_path / name).write_bytes(micro_release.read_bytes())
-    handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(tmp_path))
-    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), handler) as server:
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args):
+            super().__init__(*args, directory=str(tmp_path / 'served'))
+
+        def copyfile(self, source, outputfile):
+            content = source.read()
+            outputfile.write(content[: len(content) // 2] if 'cut' in self.path else content)
+
+    with http.server.ThreadingHTTPServer(('127.0.0.1', 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f'http://127.0.0.1:{server.server_port}/'
-        model = build(micro, url + good)
-        assert torch.equal(stem(model), micro['state.patch_embed.proj.0.weight'])
-        with pytest.raises(RuntimeError, match='invalid hash value'):
-            build(micro, url + bad)
+        yield f'http://127.0.0.1:{server.server_port}/'
         server.shutdown()
-    assert [path.name for path in (tmp_path / 'hub').rglob('*.pth')] == [good]
+
+
+@pytest.mark.parametrize('ending', ['.pth', '.safetensors'])
+def test_url(micro, tmp_path, server, ending):
+    whole = tmp_path / f'whole{ending}'
+    torch.save(micro.under('state.'), whole) if ending == '.pth' else save_file(
+        micro.under('state.'), whole
+    )
+    digest = hashlib.sha256(whole.read_bytes()).hexdigest()[:8]
+    good = f'micro-{digest}{ending}'
+    for name in (good, f'plain{ending}', f'micro-00000000{ending}', f'cut{ending}'):
+        shutil.copy(whole, tmp_path / 'served' / name)
+    shutil.copy(whole, tmp_path / 'served' / f'cut-{digest}{ending}')
+
+    for name, prefix in ((good, None), (f'plain{ending}', 'backbone.'), (good, None)):
+        model = build(micro, server + name, prefix)
+        assert torch.equal(stem(model), micro['state.patch_embed.proj.0.weight'])
+    for name, message in (
+        (f'micro-00000000{ending}', 'invalid hash value'),
+        (f'cut{ending}', 'truncated or no checkpoint'),
+        (f'cut-{digest}{ending}', 'invalid hash value'),
+        (f'absent{ending}', '404'),
+    ):
+        with pytest.raises(RuntimeError, match=f"checkpoint '{server}{name}'.*{message}"):
+            build(micro, server + name)
+    with pytest.raises(RuntimeError, match='refused'):
+        build(micro, 'http://127.0.0.1:9/weights.pth')
+    kept = [path for path in (tmp_path / 'hub').rglob('*') if path.is_file()]
+    assert sorted(path.name for path in kept) == sorted([good, f'plain{ending}'])
+    assert not [path for path in (tmp_path / 'hub' / 'checkpoints').glob('*') if path.is_dir()]
+
+
+def test_file_url(micro, micro_release, tmp_path):
+    digest = hashlib.sha256(micro_release.read_bytes()).hexdigest()[:8]
+    for name in ('a b.pth', f'micro-{digest}.pth', 'micro-00000000.pth'):
+        shutil.copy(micro_release, tmp_path / name)
+    for name in ('a b.pth', f'micro-{digest}.pth'):
+        model = build(micro, (tmp_path / name).as_uri())
+        assert torch.equal(stem(model), micro['state.patch_embed.proj.0.weight'])
+    with pytest.raises(RuntimeError, match='micro-00000000.pth.*invalid hash value'):
+        build(micro, (tmp_path / 'micro-00000000.pth').as_uri())
+    with pytest.raises(FileNotFoundError, match='absent'):
+        build(micro, (tmp_path / 'absent-12345678.pth').as_uri())
+
+
+def test_averages_are_not_mixed_in(micro, tmp_path):
+    state = micro.under('state.')
+    torch.save(
+        dict(model=state, model_ema={k: v + 1 for k, v in state.items()}), tmp_path / 'a.pth'
+    )
+    assert torch.equal(stem(build(micro, tmp_path / 'a.pth')), state['patch_embed.proj.0.weight'])
+
+
+def test_other_heads_than_the_releases_are_an_error(micro, micro_release):
+    arch = dict(micro.arch, num_heads=[2, 2, 3, 4])
+    with pytest.raises(RuntimeError, match=r'layers.0.RoPE.angle are not .* 8 channels a head'):
+        build(SimpleNamespace(arch=arch), micro_release)
+    first = dict(micro.arch, num_heads=[1, 2, 3, 2])
+    build(SimpleNamespace(arch=first), micro_release, out_indices=(2,))  # the last is not built
+
+
+def outputs(model, image) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return model.eval()(image)
+
+
+@pytest.mark.parametrize(
+    ('channels', 'spread'),
+    [
+        # What the adapted stem sees for an image of 3 channels, and what shows it the same.
+        (1, lambda gray: gray),
+        (6, lambda gray: torch.cat((gray, 2 * gray, -gray) * 2, 1)),
+    ],
+)
+@pytest.mark.parametrize('dtype', [torch.float32, torch.float16])
+def test_stem_is_adapted_to_other_image_channels(micro, tmp_path, channels, spread, dtype):
+    state = {k: v.to(dtype) if v.is_floating_point() else v for k, v in
+             micro.under('state.').items()}  # fmt: skip
+    torch.save(dict(model=state), tmp_path / 'a.pth')
+    gray = torch.randn(2, 1, 32, 48, generator=torch.Generator().manual_seed(0))
+    colour = gray.expand(-1, 3, -1, -1) if channels == 1 else spread(gray)[:, :3]
+    expected = outputs(build(micro, tmp_path / 'a.pth'), colour)
+    model = build(micro, tmp_path / 'a.pth', in_channels=channels)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    for stage, value in zip(outputs(model, spread(gray)), expected, strict=True):
+        assert (stage - value).abs().max() < tolerance * value.abs().max()
+
+    torch.save(model.state_dict(), tmp_path / 'own.pth')
+    again = build(micro, tmp_path / 'own.pth', in_channels=channels)
+    assert torch.equal(stem(again), stem(model))
+    with pytest.raises(RuntimeError, match=f'{channels} channels and in_channels is 4: only'):
+        build(micro, tmp_path / 'own.pth', in_channels=4)
+
+
+def test_stem_of_four_channels_repeats_and_scales(micro, micro_release, monkeypatch):
+    lines = []
+    monkeypatch.setattr('mmnala.checkpoint.loading.print_log', lambda line, **_: lines.append(line))
+    weight = micro['state.patch_embed.proj.0.weight']
+    expected = torch.cat((weight, weight[:, :1]), 1) * 0.75
+    assert torch.equal(stem(build(micro, micro_release, in_channels=4)), expected)
+    assert 'patch_embed.proj.0.weight adapted from 3 to 4 image channels' in lines[0]
+
+
+def test_no_weight_depends_on_the_image_size(micro, micro_release):
+    model = build(micro, micro_release)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for height, width in ((64, 96), (33, 70), (1, 1), (128, 32)):
+        sizes = [tuple(x.shape[2:]) for x in outputs(model, torch.zeros(1, 3, height, width))]
+        assert sizes == [(-(-height // s), -(-width // s)) for s in (4, 8, 16, 32)]
+    after = model.state_dict()
+    assert before.keys() == after.keys() == build(micro).state_dict().keys()
+    assert all(torch.equal(value, after[name]) for name, value in before.items())

@@ -168,6 +168,9 @@ def pack_checkpoint(
             ``.safetensors``: the weights alone, and ``meta`` as JSON in the file's metadata.
         key: Where loaders look for the weights, ``'state_dict'`` or ``'model'``.
         meta: What else is needed to use them.
+
+    Raises:
+        RuntimeError: If the format cannot hold the weights.
     """
     state = {
         name: value.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -175,7 +178,10 @@ def pack_checkpoint(
     }
     if os.fspath(path).endswith('.safetensors'):
         extra = {} if meta is None else {'meta': json.dumps(meta)}
-        return save(state, metadata={'format': 'pt', **extra})
+        try:
+            return save(state, metadata={'format': 'pt', **extra})
+        except SafetensorError as error:
+            raise RuntimeError(f'{path}: {error}') from error
     content: dict[str, Any] = {key: state} if meta is None else {key: state, 'meta': dict(meta)}
     buffer = io.BytesIO()
     torch.save(content, buffer)
