@@ -15,6 +15,8 @@ _NORMS: dict[str, type[nn.Module]] = {
     'SyncBN': nn.SyncBatchNorm,
 }
 
+_MODULES: dict[str, type[nn.Module]] = {}
+
 
 def register_model(cls: Module) -> Module:
     """Make a class buildable by its name, such as ``type='NaLaFormer'``, in every scope.
@@ -23,15 +25,16 @@ def register_model(cls: Module) -> Module:
     that very scope (``mmdet.NaLaFormer`` in an mmdet config) is looked up in the child alone, so
     each child registry, now or once its toolbox is imported, gets the same entry.
     """
-    MODELS.register_module(module=cls, force=True)
-    for child in MODELS.children.values():
-        child.register_module(module=cls, force=True)
+    _MODULES[cls.__name__] = cls
+    for registry in (MODELS, *MODELS.children.values()):
+        registry.register_module(module=cls, force=True)
 
     add_child = getattr(MODELS._add_child, 'original', MODELS._add_child)
 
     def add_child_and_register(registry: Registry) -> None:
         add_child(registry)
-        registry.register_module(module=cls, force=True)
+        for module in _MODULES.values():
+            registry.register_module(module=module, force=True)
 
     add_child_and_register.original = add_child  # type: ignore[attr-defined]
     MODELS._add_child = add_child_and_register

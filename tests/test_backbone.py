@@ -304,7 +304,7 @@ def test_constant_image_is_finite():
         (dict(norm_cfg='BN'), "norm_cfg must be a dict, got 'BN'"),
         (dict(stage_attention=('nala',)), 'stage_attention must name 4'),
         (dict(stage_attention='nala'), "stage_attention must name 4 .* got 'nala'"),
-        (dict(feature_map='relu'), "feature_map must be one of .* got 'relu'"),
+        (dict(feature_map='sine'), "feature_map must be one of .* got 'sine'"),
         (dict(attn_impl='fused'), "attn_impl must be 'auto' or one of .* got 'fused'"),
         (dict(out_indices=(0, 4)), r'out_indices must be .* got \(0, 4\)'),
         (dict(out_indices=(-1,)), r'out_indices must be .* got \(-1,\)'),

@@ -5,9 +5,11 @@ from functools import partial
 import pytest
 import torch
 
-from mmnala.ops import apply_rotary, cached_rotary_table, lean, nala_attention, rotary_table
+from mmnala.ops import apply_rotary, cached_rotary_table, lean, nala_attention, plain, rotary_table
 
-FEATURE_MAPS = ['signed', 'cosine']
+NORM_AWARE = ['signed', 'cosine']
+NORM_BLIND = ['elu', 'relu', 'focused']
+FEATURE_MAPS = [*NORM_AWARE, *NORM_BLIND]
 ATTN_IMPLS = ['plain', 'lean']  # Triton, without float64, has tests of its own
 
 
@@ -38,22 +40,45 @@ def test_gradcheck(attention, feature_map, rotary):
     )
 
 
+def published_features(feature_map, query, key):
+    """Features of ``(N, d)`` queries and keys, in parts of ``d`` channels that rotate alike."""
+    if feature_map in NORM_BLIND:
+        return tuple([PUBLISHED[feature_map](x)] for x in (query, key))
+    norm = query.norm(dim=-1, keepdim=True)
+    size_q = (query / norm).abs() ** (3 * (0.5 + norm.tanh()))
+    size_k = key.abs() ** 3
+    if feature_map == 'signed':
+        return (
+            [size_q * (query > 0), size_q * (query < 0)],
+            [size_k * (key > 0), size_k * (key < 0)],
+        )
+    angle_q = torch.pi / 4 * (20 * query / norm).tanh()
+    angle_k = torch.pi / 4 * (20 * key / key.norm(dim=-1, keepdim=True)).tanh()
+    return (
+        [size_q * angle_q.cos(), size_q * angle_q.sin()],
+        [size_k * angle_k.cos(), size_k * angle_k.sin()],
+    )
+
+
+def flatten_map(x):
+    positive = x.clamp(min=0)
+    norm, cube = positive.pow(2).sum(-1).sqrt(), positive.pow(3)
+    return (norm / cube.pow(2).sum(-1).sqrt())[..., None] * cube
+
+
+PUBLISHED = {
+    'elu': lambda x: torch.where(x > 0, x + 1, x.exp()),
+    'relu': lambda x: (x + x.abs()) / 2,
+    'focused': flatten_map,
+}
+
+
 @pytest.mark.parametrize('feature_map', FEATURE_MAPS)
 def test_one_head_by_the_explicit_matrix(attention, feature_map):
     """The published formula written token by token, with N x N weights instead of the state."""
     query, key, value = (x[0, 0] for x in inputs())
     rotary = rotary_table(2, 3, 8, dtype=torch.float64)
-    norm = query.norm(dim=-1, keepdim=True)
-    size_q = (query / norm).abs() ** (3 * (0.5 + norm.tanh()))
-    size_k = key.abs() ** 3
-    if feature_map == 'signed':
-        phi_q = [size_q * (query > 0), size_q * (query < 0)]
-        phi_k = [size_k * (key > 0), size_k * (key < 0)]
-    else:
-        angle_q = torch.pi / 4 * (20 * query / norm).tanh()
-        angle_k = torch.pi / 4 * (20 * key / key.norm(dim=-1, keepdim=True)).tanh()
-        phi_q = [size_q * angle_q.cos(), size_q * angle_q.sin()]
-        phi_k = [size_k * angle_k.cos(), size_k * angle_k.sin()]
+    phi_q, phi_k = published_features(feature_map, query, key)
     turned = sum(
         apply_rotary(q, rotary) @ apply_rotary(k, rotary).T
         for q, k in zip(phi_q, phi_k, strict=True)
@@ -65,23 +90,50 @@ def test_one_head_by_the_explicit_matrix(attention, feature_map):
     torch.testing.assert_close(actual[0, 0], expected, atol=1e-12, rtol=1e-10)
 
 
-@pytest.mark.parametrize('feature_map', FEATURE_MAPS)
+def read_weights(attention, query, key, feature_map):
+    """The attention's N x N weights: values that read out so many columns as there are channels."""
+    tokens, channels = query.shape[-2:]
+    columns = torch.eye(tokens, dtype=query.dtype).split(channels, dim=1)
+    return torch.cat(
+        [attention(query, key, part[None, None], feature_map=feature_map) for part in columns], -1
+    )
+
+
+@pytest.mark.parametrize('feature_map', NORM_AWARE)
 def test_attention_sharpens_with_the_query_norm(attention, feature_map):
+    """At fixed directions every query's entropy falls as its norm grows."""
     query, key, _ = (x[:1, :1] for x in inputs(tokens=64))
-    identity = torch.eye(64, dtype=torch.float64)
     direction = query / query.norm(dim=-1, keepdim=True)
     entropies = []
     for norm in (0.1, 0.5, 1.0, 2.0):
-        # Values that read out the weights, eight tokens at a time: d channels hold d columns.
-        weights = torch.cat(
-            [
-                attention(norm * direction, key, columns[None, None], feature_map=feature_map)
-                for columns in identity.split(8, dim=1)
-            ],
-            dim=-1,
-        )
-        entropies.append(torch.special.entr(weights).sum(-1).mean())
-    assert (torch.stack(entropies).diff() < -0.05).all()
+        weights = read_weights(attention, norm * direction, key, feature_map)
+        entropies.append(torch.special.entr(weights).sum(-1))
+    steps = torch.stack(entropies).diff(dim=0)
+    assert (steps < 0).all() and (steps.mean((1, 2, 3)) < -0.05).all()
+
+
+@pytest.mark.parametrize('feature_map', ['relu', 'focused'])
+def test_the_query_norm_cancels_without_it(attention, feature_map):
+    """These maps are homogeneous, so a query's length drops out (but for the 1e-6)."""
+    query, key, value = inputs(tokens=64)
+    once, thrice = (attention(c * query, key, value, None, feature_map) for c in (1, 3))
+    torch.testing.assert_close(thrice, once, atol=1e-5, rtol=1e-5)
+
+
+def test_elu_is_flat_where_a_query_is_small(attention):
+    """1 + ELU is no homogeneous map: a zero query has equal features, and sees mean values."""
+    query, key, value = inputs(tokens=64)
+    output = attention(0 * query, key, value, None, 'elu')
+    weights = 1 + torch.nn.functional.elu(key)
+    expected = (weights.sum(-1)[:, :, None] @ value) / weights.sum((-2, -1))[..., None, None]
+    torch.testing.assert_close(output, expected.expand_as(output), atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize('scale', [1e-12, 1e-6, 1.0, 1e6])
+def test_focused_keeps_norms(scale):
+    x = scale * torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
+    phi = plain.FEATURE_MAPS['focused'].query(x)
+    torch.testing.assert_close(phi.norm(dim=-1), x.relu().norm(dim=-1), atol=0, rtol=1e-5)
 
 
 @pytest.mark.parametrize('feature_map', FEATURE_MAPS)
@@ -94,8 +146,9 @@ def test_zero_vectors_give_zero_output_and_finite_gradients(attention, feature_m
         key[:] = 0
     tensors = [x.requires_grad_() for x in (query, key, value)]
     output = attention(*tensors, rotary_table(2, 3, 8, dtype=torch.float64), feature_map)
-    zero = output if zeroed != 'query' else output[:, :, 2]
-    assert (zero == 0).all()
+    if feature_map != 'elu':  # which gives a zero vector the feature 1
+        zero = output if zeroed != 'query' else output[:, :, 2]
+        assert (zero == 0).all()
     output.sum().backward()
     assert all(x.grad.isfinite().all() for x in tensors)
 
@@ -104,6 +157,7 @@ def test_zero_vectors_give_zero_output_and_finite_gradients(attention, feature_m
 def test_one_token_attends_to_itself(attention, feature_map):
     """With one token the weights cancel but for the 1e-6 in the normaliser."""
     query, key, value = inputs(tokens=1)
+    query, key = (x.abs() if feature_map in NORM_BLIND else x for x in (query, key))
     output = attention(query, 10 * key, value, feature_map=feature_map)
     torch.testing.assert_close(output, value, atol=1e-4, rtol=1e-4)
 
@@ -138,7 +192,7 @@ def test_autocast_does_not_lower_the_operator(attention, dtype):
     ('change', 'error', 'words'),
     [
         (dict(attn_impl='fused'), ValueError, "attn_impl must be 'auto' or one of .* 'fused'"),
-        (dict(feature_map='relu'), ValueError, "feature_map must be one of .* got 'relu'"),
+        (dict(feature_map='sine'), ValueError, "feature_map must be one of .* got 'sine'"),
         (dict(key=torch.zeros(2, 3, 5, 8)), ValueError, r'share one shape .*\(2, 3, 5, 8\)'),
         (dict(query=torch.zeros(6, 8)), ValueError, r'share one shape .*\(6, 8\)'),
         (dict(value=torch.zeros(2, 3, 6, 8).long()), TypeError, 'value must be .* torch.int64'),

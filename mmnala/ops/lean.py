@@ -1,10 +1,11 @@
 """The lean path: the same attention in chunks of tokens that stay in the cache.
 
-Saves, against the plain formula, every temporary of size ``N x 2 d``: features, rotated features
-and the copies that a rotary turn makes exist for one chunk at a time, and the backward pass
-computes them again. Keys are read once to accumulate the state, queries once to read it out. Only
-the inputs and the ``2 d x d`` state of each head are kept for the backward pass. The gradients of
-the ``signed`` map are written out; those of another map come from autograd, chunk by chunk.
+Saves, against the plain formula, every temporary of the features' size (``N x 2 d`` for the maps of
+the paper): features, rotated features and the copies that a rotary turn makes exist for one chunk
+at a time, and the backward pass computes them again. Keys are read once to accumulate the state,
+queries once to read it out. Only the inputs and the ``2 d x d`` state of each head are kept for the
+backward pass. The gradients of the ``signed`` map are written out; those of another map come from
+autograd, chunk by chunk.
 """
 
 import math
@@ -105,12 +106,15 @@ def _by_autograd(feature_map: Callable[[Tensor], Tensor]) -> DifferentiableMap:
         with torch.enable_grad():
             x = x.detach().requires_grad_()
             phi = feature_map(x)
-        return phi.detach(), lambda grad: torch.autograd.grad(phi, x, grad)[0]
+        # A copy, as the rotary embedding turns it in place and the gradient may need it.
+        return phi.detach().clone(), lambda grad: torch.autograd.grad(phi, x, grad)[0]
 
     return differentiable
 
 
-_MAPS = {name: tuple(map(_by_autograd, maps)) for name, maps in FEATURE_MAPS.items()}
+_MAPS = {
+    name: (_by_autograd(maps.query), _by_autograd(maps.key)) for name, maps in FEATURE_MAPS.items()
+}
 _MAPS['signed'] = (_signed_query, _signed_key)
 
 
@@ -124,14 +128,14 @@ def _chunks(x: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 def _rotate_(x: Tensor, cos: Tensor | None, sin: Tensor | None, chunk: slice) -> Tensor:
-    """Turn the pairs in both halves of ``(heads, n, 2 d)`` in place; by ``-sin``, turn them back.
+    """Turn the pairs in each part of ``(heads, n, parts d)`` in place; by ``-sin``, turn them back.
 
     Both channels of a pair turn by one angle, so a turn is a complex product.
     """
     if cos is None or sin is None:
         return x
     turn = torch.complex(*(table[chunk, ::2].to(x.dtype) for table in (cos, sin)))
-    pairs = torch.view_as_complex(x.unflatten(-1, (2, turn.shape[-1], 2)))
+    pairs = torch.view_as_complex(x.unflatten(-1, (-1, turn.shape[-1], 2)))
     pairs.mul_(turn[:, None])
     return x
 
@@ -150,8 +154,9 @@ class _LeanAttention(torch.autograd.Function):
         query_map, key_map = _MAPS[feature_map]
         dtype = torch.promote_types(value.dtype, torch.float32)
         batch, heads, tokens, channels = query.shape
-        state = value.new_zeros(batch, heads, 2 * channels, channels, dtype=dtype)
-        key_sum = value.new_zeros(batch, heads, 1, 2 * channels, dtype=dtype)
+        features = FEATURE_MAPS[feature_map].parts * channels
+        state = value.new_zeros(batch, heads, features, channels, dtype=dtype)
+        key_sum = value.new_zeros(batch, heads, 1, features, dtype=dtype)
         for image, chunk in _chunks(key):
             phi, _ = key_map(key[image, :, chunk].to(dtype))
             key_sum[image] += phi.sum(dim=-2, keepdim=True)

@@ -42,8 +42,9 @@ def nala_attention(
         o_t = \frac{R(\phi_q)_t \, \frac1N \sum_i R(\phi_k)_i^\top v_i}
                    {\phi_{q,t} \cdot \frac1N \sum_i \phi_{k,i} + 10^{-6}}
 
-    with the feature maps :math:`\phi: R^d \to R^{2d}` of ``feature_map`` and the rotary embedding
-    :math:`R` on each half of their channels; the normaliser is not rotated.
+    with the feature maps :math:`\phi: R^d \to R^{2d}` (the paper's own; :math:`R^d` those it is
+    compared with) of ``feature_map`` and the rotary embedding :math:`R` on each ``d`` of their
+    channels; the normaliser is not rotated.
 
     Args:
         query: Floating tensor of shape ``(B, heads, N, d)``, as in
@@ -51,7 +52,9 @@ def nala_attention(
         key: Like ``query``.
         value: Like ``query``.
         rotary: ``(cos, sin)``, each of shape ``(N, d)`` with ``d`` even; ``None`` for no position.
-        feature_map: ``'signed'`` (the release) or ``'cosine'`` (the paper).
+        feature_map: ``'signed'`` (the release) or ``'cosine'`` (the paper); for comparison
+            ``'elu'`` (1 + ELU, arXiv 2006.16236), ``'relu'`` or ``'focused'`` (FLatten, arXiv
+            2308.00442), which do not know the query's norm.
         attn_impl: ``'plain'`` (the formula), ``'lean'`` (chunks of tokens, little memory),
             ``'triton'`` (fused kernels for CUDA), or ``'auto'``: lean on the CPU, plain elsewhere
             and under a compiler.
@@ -63,7 +66,7 @@ def nala_attention(
 
     Raises:
         ValueError: If the shapes differ, ``N`` or ``d`` is 0, or ``feature_map`` or
-            ``attn_impl`` is unknown.
+            ``attn_impl`` is unknown; or if ``'triton'`` is asked for a feature map for comparison.
         TypeError: If a tensor is not real floating point.
     """
     _check_inputs(query, key, value, rotary, feature_map, attn_impl)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .rotary import apply_rotary
@@ -17,6 +18,7 @@ from .rotary import apply_rotary
 POWER = 3.0  # lambda: power of the keys, and slope of the query's exponent
 OFFSET = 0.5  # tau: exponents lie in [lambda tau, lambda (tau + 1)) = [1.5, 4.5)
 SHARPNESS = 20.0  # alpha of the cosine map's angle
+FOCUS = 3.0  # power of the focused map
 EPS = 1e-6  # added to the normaliser
 # A zero vector has no direction. Below this norm float32 cannot represent the square, so dividing
 # by it gives a zero query the direction 0 (and output 0) and leaves every other query exact.
@@ -33,10 +35,14 @@ def _exponent(query_norm: Tensor) -> Tensor:
 
 
 class FeatureMap(NamedTuple):
-    """Features of the queries and of the keys, ``(..., N, d)`` to ``(..., N, 2 d)``."""
+    """Features of the queries and of the keys, ``(..., N, d)`` to ``(..., N, parts d)``.
+
+    The rotary embedding turns each of the parts by the same angles.
+    """
 
     query: Callable[[Tensor], Tensor]
     key: Callable[[Tensor], Tensor]
+    parts: int
 
 
 def signed_query(query: Tensor) -> Tensor:
@@ -62,13 +68,30 @@ def cosine_key(key: Tensor) -> Tensor:
     return torch.cat((magnitude * angle.cos(), magnitude * angle.sin()), dim=-1)
 
 
+def elu(x: Tensor) -> Tensor:
+    return 1 + F.elu(x)
+
+
+def focused(x: Tensor) -> Tensor:
+    direction, norm = _direction(x.relu())
+    sharpened = direction**FOCUS
+    return norm * _direction(sharpened)[0]
+
+
 FEATURE_MAPS = {
     # Positive and negative parts side by side (the release): only channels in which query and key
     # have the same sign contribute to their similarity.
-    'signed': FeatureMap(signed_query, signed_key),
+    'signed': FeatureMap(signed_query, signed_key, parts=2),
     # Signs as angles (the paper): a channel contributes |q|^p |k|^3 cos(a_q - a_k) >= 0. The paper
     # gives no sharpness of the angle; alpha = 20 follows a public re-implementation.
-    'cosine': FeatureMap(cosine_query, cosine_key),
+    'cosine': FeatureMap(cosine_query, cosine_key, parts=2),
+    # What the paper argues against: maps that do not see the query norm, or hardly. A query scaled
+    # by c > 0 has c times the features under relu and focused, and the normaliser takes that away.
+    # "Transformers are RNNs", arXiv 2006.16236, equation 7.
+    'elu': FeatureMap(elu, elu, parts=1),
+    'relu': FeatureMap(torch.relu, torch.relu, parts=1),
+    # "FLatten Transformer", arXiv 2308.00442, equation 4: sharper directions of the same norms.
+    'focused': FeatureMap(focused, focused, parts=1),
 }
 
 
@@ -86,7 +109,7 @@ def plain_attention(
     phi_query, phi_key = features.query(query), features.key(key)
     normaliser = phi_query @ phi_key.mean(dim=-2).unsqueeze(-1) + EPS
     if rotary is not None:
-        cos, sin = (torch.cat((table, table), dim=-1).to(compute_dtype) for table in rotary)
+        cos, sin = (table.repeat(1, features.parts).to(compute_dtype) for table in rotary)
         phi_query = apply_rotary(phi_query, (cos, sin))
         phi_key = apply_rotary(phi_key, (cos, sin))
     state = phi_key.transpose(-2, -1) @ (values / values.shape[-2])

@@ -25,6 +25,7 @@ from torch import Tensor
 from .lean import differentiable_once
 from .plain import EPS, MIN_NORM, OFFSET, POWER, SHARPNESS
 
+KERNEL_MAPS = ('signed', 'cosine')
 MAX_HEAD_DIM = 128
 # Enough programs to fill a large GPU, each with enough tokens that its partial sums (2d x d)
 # are small beside what it reads.
@@ -506,6 +507,10 @@ def triton_attention(
             )
         if x.device.type != 'cuda' and isinstance(_state_kernel, triton.JITFunction):
             raise ValueError(f'{name} must be on a CUDA device for Triton, got {x.device}')
+    if feature_map not in KERNEL_MAPS:
+        raise ValueError(
+            f'feature_map must be one of {list(KERNEL_MAPS)} for Triton, got {feature_map!r}'
+        )
     if query.shape[-1] > MAX_HEAD_DIM:
         raise ValueError(
             f'query must have at most {MAX_HEAD_DIM} channels for Triton, got {query.shape[-1]}'
