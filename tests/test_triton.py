@@ -145,6 +145,14 @@ def test_wide_head_is_refused():
         triton_attention(*inputs, None, 'signed')
 
 
+@pytest.mark.parametrize('feature_map', ['elu', 'relu', 'focused'])
+def test_maps_without_a_kernel_are_refused(feature_map):
+    *inputs, _ = make_inputs(17, 32)
+    message = rf"one of \['signed', 'cosine'\] for Triton, got '{feature_map}'"
+    with pytest.raises(ValueError, match=message):
+        nala_attention(*inputs, None, feature_map, 'triton')
+
+
 def test_the_operator_selects_it():
     query, key, value, _ = make_inputs(17, 32)
     expected = triton_attention(query, key, value, None, 'cosine')
