@@ -106,6 +106,24 @@ def test_layouts(tool, tmp_path, state, to, expected, ending):
         ]
 
 
+def test_mmpretrain_computes_the_releases_logits(tool, tmp_path):
+    pytest.importorskip('mmpretrain')
+    from mmpretrain.models import ImageClassifier
+
+    write(RELEASE, tmp_path / 'in.pth')
+    assert tool(tmp_path / 'in.pth', tmp_path / 'out.pth', '--to', 'mmpretrain').code == 0
+    width, channels = RELEASE['proj.weight'].shape
+    backbone = dict(type='NaLaFormer', arch=MICRO.arch, out_indices=(3,), out_norm=False)
+    neck = dict(type='NaLaFormerNeck', in_channels=channels, out_channels=width)
+    head = dict(type='LinearClsHead', in_channels=width, num_classes=5)
+    model = ImageClassifier(backbone=backbone, neck=neck, head=head).eval()
+    model.load_state_dict(torch.load(tmp_path / 'out.pth')['state_dict'])
+    with torch.no_grad():
+        logits = model(MICRO['input'])
+    expected = MICRO['eval.logits']
+    assert (logits - expected).abs().max() < 1e-5 * expected.abs().max()
+
+
 @pytest.mark.parametrize('dtype', [torch.float16, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize('via', ['classifier', 'backbone'])
 def test_round_trip_keeps_dtypes(dtype, via):
