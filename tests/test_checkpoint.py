@@ -202,6 +202,17 @@ def test_truncated_file(micro, tmp_path, kept, ending):
         build(micro, cut)
 
 
+def test_no_memory_for_more_than_the_file_holds(tmp_path):
+    whole, damaged = tmp_path / 'whole.pth', tmp_path / 'damaged.pth'
+    torch.save({'w': torch.zeros(1000)}, whole, _use_new_zipfile_serialization=False)
+    content = whole.read_bytes()
+    assert content.count(b'M\xe8\x03') == 2  # the storage's and the tensor's length, pickled
+    damaged.write_bytes(content.replace(b'M\xe8\x03', b'J\xff\xff\xff\x7f'))
+    with pytest.raises(RuntimeError, match='damaged.pth.*a tensor is larger than the file'):
+        read_checkpoint(damaged)
+    assert torch.equal(read_checkpoint(whole)['w'], torch.zeros(1000))
+
+
 def test_foreign_files(micro, tmp_path):
     (tmp_path / 'image.pth').write_bytes(b'\x89PNG\r\n' * 100)
     torch.save([1, 2], tmp_path / 'list.pth')

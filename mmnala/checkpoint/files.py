@@ -8,7 +8,7 @@ import pickle
 import tempfile
 import uuid
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from http.client import HTTPException
 from types import SimpleNamespace
@@ -53,18 +53,36 @@ class _Inert:
     __setstate__ = append = extend = __call__
 
 
-class _TensorUnpickler(pickle.Unpickler):
+# The one in C allocates as many memo entries as a damaged file asks for, gigabytes of them.
+class _TensorUnpickler(pickle._Unpickler):
     """Builds tensors and containers; a name that is not trusted becomes :class:`_Inert`."""
 
     def find_class(self, module: str, name: str) -> Any:
         return super().find_class(module, name) if (module, name) in _TRUSTED else _Inert
 
 
-_TENSOR_PICKLE = SimpleNamespace(
-    __name__='tensors only',
-    Unpickler=_TensorUnpickler,
-    load=lambda file, **kwargs: _TensorUnpickler(file, **kwargs).load(),
-)
+def _tensor_pickle(size: int) -> Any:
+    """A module for :func:`torch.load` that stands in for :mod:`pickle`, for a file of ``size``."""
+
+    class Unpickler(_TensorUnpickler):
+        def __setattr__(self, name: str, value: Any) -> None:
+            if name == 'persistent_load':  # torch's, which allocates what a damaged file asks for
+                value = bounded(value)
+            super().__setattr__(name, value)
+
+    def bounded(load: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def load_bounded(saved_id: Any) -> Any:
+            if saved_id[0] == 'storage' and not 0 <= saved_id[4] <= size:
+                raise pickle.UnpicklingError('a tensor is larger than the file')
+            return load(saved_id)
+
+        return load_bounded
+
+    return SimpleNamespace(
+        __name__='tensors only',
+        Unpickler=Unpickler,
+        load=lambda file, **kwargs: Unpickler(file, **kwargs).load(),
+    )
 
 
 def read_checkpoint(path: str | os.PathLike, map_location: Any = 'cpu') -> dict[str, Any]:
@@ -92,8 +110,9 @@ def read_checkpoint(path: str | os.PathLike, map_location: Any = 'cpu') -> dict[
             name.endswith('/constants.pkl') for name in zipfile.ZipFile(path).namelist()
         ):
             raise pickle.UnpicklingError('a TorchScript archive holds code, not only weights')
+        pickle_module = _tensor_pickle(os.path.getsize(path))
         content = torch.load(
-            path, map_location=map_location, pickle_module=_TENSOR_PICKLE, weights_only=False
+            path, map_location=map_location, pickle_module=pickle_module, weights_only=False
         )
         if not isinstance(content, dict):
             raise pickle.UnpicklingError(f'it holds a {type(content).__name__}, not a dict')
