@@ -118,7 +118,10 @@ def read_checkpoint(path: str | os.PathLike, map_location: Any = 'cpu') -> dict[
             raise pickle.UnpicklingError(f'it holds a {type(content).__name__}, not a dict')
     # Damaged bytes surface as almost any exception, depending on where the damage lies.
     except (Exception, SafetensorError) as error:
-        raise RuntimeError(f'checkpoint {path!r} is truncated or no checkpoint: {error}') from error
+        message = f'{type(error).__name__}: {error}'
+        raise RuntimeError(
+            f'checkpoint {path!r} is truncated or no checkpoint: {message}'
+        ) from error
     return content
 
 
