@@ -287,8 +287,9 @@ class NaLaFormer(BaseModule):
             of the ImageNet model, so it always starts fresh. Defaults to True.
         with_cp (bool): Recompute each block in the backward pass to save memory. Defaults to False.
         init_cfg (dict | list[dict], optional): As in mmengine. ``dict(type='Pretrained',
-            checkpoint=FILE_OR_URL, prefix='backbone.')`` reads this project's and the release's
-            checkpoints strictly, see :func:`~mmnala.checkpoint.load_pretrained`.
+            checkpoint=FILE_OR_URL)`` reads the checkpoints of this project, of the release and of
+            whole models strictly, and adapts the stem to other ``in_channels``, see
+            :func:`~mmnala.checkpoint.load_pretrained`.
 
     Attributes:
         out_channels: On the class, the channels of each variant's four stages by name, e.g.
