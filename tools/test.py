@@ -20,11 +20,14 @@ from mmnala.engine.tools import (
     read_checkpoint,
     run,
 )
+from mmnala.export import compute_by_onnx
 
 
 def parse_args() -> argparse.Namespace:
     parser = argument_parser(__doc__)
-    parser.add_argument('checkpoint', help='checkpoint file or address')
+    parser.add_argument(
+        'checkpoint', help='checkpoint file or address, or an .onnx file of tools/export.py'
+    )
     parser.add_argument(
         '--out',
         metavar='PATH',
@@ -225,8 +228,9 @@ def main() -> None:
     if args.format_only and not args.out:
         fail('--format-only needs --out')
     cfg = load_config(args)
-    checkpoint = read_checkpoint(args.checkpoint)
-    cfg.load_from = args.checkpoint
+    exported = args.checkpoint.endswith('.onnx')
+    checkpoint = {} if exported else read_checkpoint(args.checkpoint)
+    cfg.load_from = None if exported else args.checkpoint
     cfg.resume = False
     if cfg.model.get('test_cfg', {}).get('mode') == 'slide':
         check_slide(cfg.model.test_cfg)
@@ -241,7 +245,10 @@ def main() -> None:
         claim(args.out)
 
     runner = build_runner(cfg)
-    check_weights(runner.model, checkpoint, args.checkpoint)
+    if exported:
+        compute_by_onnx(runner.model, args.checkpoint)
+    else:
+        check_weights(runner.model, checkpoint, args.checkpoint)
     del checkpoint
     if args.out:
         save_predictions(runner, cfg, args)
