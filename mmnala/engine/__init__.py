@@ -1,3 +1,4 @@
+from .attention_monitor import AttentionMonitorHook
 from .hooks import IterationSeedHook
 from .instance_tta import InstanceTTAModel
 from .label_check import LabelCheckHook
@@ -5,6 +6,7 @@ from .layer_decay import LayerDecayOptimWrapperConstructor
 from .runner import CPUDistributedRunner
 
 __all__ = [
+    'AttentionMonitorHook',
     'CPUDistributedRunner',
     'InstanceTTAModel',
     'IterationSeedHook',
