@@ -26,6 +26,7 @@ from mmnala.export import (
     load,
     metadata,
     quantised,
+    relative_difference,
 )
 
 # One stage of each attention: exporters are slow.
@@ -175,7 +176,11 @@ def test_int8_linear_layers(segmentor, torch_segmentor, tmp_path):
     nodes = [node.op_type for node in onnx.load(path).graph.node]
     # Two blocks of four linear layers; products of two activations stay in float.
     assert nodes.count('MatMulInteger') == 8 and 'ConvInteger' not in nodes
-    assert onnx.load(path).metadata_props == onnx.load(segmentor / 'model.onnx').metadata_props
+    kept = [
+        {prop.key: prop.value for prop in onnx.load(file).metadata_props}
+        for file in (segmentor / 'model.onnx', path)
+    ]
+    assert kept[0].items() <= kept[1].items()
     x = image(1, 64, 96)
     expected = torch_segmentor.encode_decode(x, [dict(img_shape=(64, 96))])
     difference = (load(str(path))(x)[0] - expected).abs().max() / expected.abs().max()
@@ -231,7 +236,7 @@ def test_classifier_by_onnxruntime(tmp_path):
     model = classifier()
     out = str(tmp_path / 'model.onnx')
     assert export(model, out, static=(40, 48)) < 1e-5
-    assert 1e-5 < export(model, str(tmp_path / 'int8.onnx'), static=(40, 48), int8=True) < 0.05
+    assert 1e-5 < export(model, str(tmp_path / 'int8.onnx'), static=(40, 48), int8=True) < 0.2
     by_onnx = classifier()
     for parameter in by_onnx.parameters():
         parameter.fill_(float('nan'))
@@ -305,6 +310,14 @@ def test_missing_packages(tmp_path, monkeypatch):
     message = r"needs onnx, onnxscript, onnxruntime, not installed: pip install 'mmnala\[export\]'"
     with pytest.raises(InputError, match=message):
         check_request(str(tmp_path / 'model.onnx'), None, False)
+
+
+@pytest.mark.parametrize('wrong, expected', [(3.0, 0.5), (float('nan'), float('nan'))])
+def test_relative_difference(wrong, expected):
+    """Every output by its own scale; NaN wherever it stands."""
+    right = [torch.tensor([1.0, -2.0]), torch.tensor([100.0, 1.0])]
+    difference = relative_difference([torch.tensor([1.0, -wrong]), right[1] + 1], right)
+    assert difference == pytest.approx(expected, nan_ok=True)
 
 
 @pytest.mark.parametrize('difference', [1.1e-4, float('nan')])
