@@ -33,6 +33,11 @@ def parse_args() -> argparse.Namespace:
         action='store_true',
         help='scale the learning rate by the batch size over auto_scale_lr.base_batch_size',
     )
+    parser.add_argument(
+        '--tensorboard',
+        action='store_true',
+        help='log for TensorBoard too, beside the local files (needs: pip install tensorboard)',
+    )
     return parser.parse_args()
 
 
@@ -55,6 +60,20 @@ def enable_auto_scale_lr(cfg: Config) -> None:
     cfg.auto_scale_lr.enable = True
 
 
+def enable_tensorboard(cfg: Config) -> None:
+    try:
+        import torch.utils.tensorboard  # noqa: F401
+    except ImportError as error:
+        fail(f'--tensorboard: {error}; it needs: pip install tensorboard')
+    if cfg.get('visualizer') is None:
+        cfg.visualizer = dict(type='Visualizer')
+    backends = cfg.visualizer.get('vis_backends') or []
+    for name in ('LocalVisBackend', 'TensorboardVisBackend'):
+        if name not in [backend['type'] for backend in backends]:
+            backends.append(dict(type=name))
+    cfg.visualizer.vis_backends = backends
+
+
 def main() -> None:
     args = parse_args()
     cfg = load_config(args)
@@ -62,6 +81,8 @@ def main() -> None:
         enable_amp(cfg)
     if args.auto_scale_lr:
         enable_auto_scale_lr(cfg)
+    if args.tensorboard:
+        enable_tensorboard(cfg)
 
     filename = find_latest_checkpoint(cfg.work_dir) if args.resume == 'auto' else args.resume
     if filename is not None:

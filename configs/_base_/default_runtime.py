@@ -20,6 +20,8 @@ custom_hooks = [
     dict(type='IterationSeedHook'),
     # Each process has batch statistics of its own: average them before they are used or saved.
     dict(type='SyncBuffersHook'),
+    # Curves and classes as pictures beside the log, when the training ends.
+    dict(type='PlotLogHook'),
 ]
 log_level = 'INFO'
 load_from = None

@@ -3,6 +3,7 @@ from .hooks import IterationSeedHook
 from .instance_tta import InstanceTTAModel
 from .label_check import LabelCheckHook
 from .layer_decay import LayerDecayOptimWrapperConstructor
+from .plot_log import PlotLogHook
 from .runner import CPUDistributedRunner
 
 __all__ = [
@@ -12,4 +13,5 @@ __all__ = [
     'IterationSeedHook',
     'LabelCheckHook',
     'LayerDecayOptimWrapperConstructor',
+    'PlotLogHook',
 ]

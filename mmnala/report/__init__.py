@@ -1,0 +1,1 @@
+"""Reading the logs of trainings, drawing them, and the report on one."""
