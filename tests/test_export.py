@@ -187,34 +187,38 @@ def test_int8_linear_layers(segmentor, torch_segmentor, tmp_path):
     assert 1e-5 < difference < 0.05
 
 
-@pytest.mark.parametrize('ending', ['.pt2', '.ts'])
 @torch.no_grad()
-def test_backbone_equals_the_golden_stages(ending, tmp_path):
+def test_backbone_equals_the_golden_stages(tmp_path):
     """The stages that the public release computed, from a file alone."""
     golden = Golden('nalaformer_micro')
+    release = tmp_path / 'release.pth'
+    torch.save(golden.under('state.'), release)
+    init_cfg = dict(type='Pretrained', checkpoint=str(release))
     model = nn.Module()
-    model.backbone = NaLaFormer(
-        golden.arch,
-        out_norm=False,
-        attn_impl='triton',
-        init_cfg=dict(type='Pretrained', checkpoint='release.pth'),
-    )
-    torch.save(golden.under('state.'), tmp_path / 'release.pth')
-    model.backbone.init_cfg['checkpoint'] = str(tmp_path / 'release.pth')
+    model.backbone = NaLaFormer(golden.arch, out_norm=False, attn_impl='triton', init_cfg=init_cfg)
     model.backbone.init_weights()
-    out = str(tmp_path / f'backbone{ending}')
+    out = str(tmp_path / 'backbone.ts')
     assert export(model, out, 'backbone', static=(64, 96), meta=dict(kind='"backbone"')) < 1e-5
     assert model.backbone.training and model.backbone.layers[0].blocks[0].attn.attn_impl == 'triton'
-    stages = load(out)(golden['input'])
-    for i, stage in enumerate(stages):
+    for i, stage in enumerate(load(out)(golden['input'])):
         expected = golden[f'eval.stage{i}']
         assert (stage - expected).abs().max() <= 1e-5 * max(1, expected.abs().max())
     extra = {'metadata.json': ''}
-    if ending == '.pt2':
-        torch.export.load(out, extra_files=extra)
-    else:
-        torch.jit.load(out, _extra_files=extra)
+    torch.jit.load(out, _extra_files=extra)
     assert json.loads(extra['metadata.json']) == dict(kind='"backbone"')
+
+
+@torch.no_grad()
+def test_torch_export_at_any_size(tmp_path):
+    model = classifier()
+    out = str(tmp_path / 'model.pt2')
+    assert export(model, out, meta=dict(std='null')) < 1e-5
+    extra = {'metadata.json': ''}
+    program = torch.export.load(out, extra_files=extra)
+    assert json.loads(extra['metadata.json']) == dict(std='null')
+    for shape in SIZES:
+        x = image(*shape)
+        assert_close(program.module()(x), [model(x)])
 
 
 @torch.no_grad()
