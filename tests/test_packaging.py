@@ -89,7 +89,7 @@ def requirements(metadata, extra=None):
     """Names of the distributions that the extra adds; None for those always required."""
     names = set()
     for line in metadata.get_all('Requires-Dist'):
-        marker = re.search(r"""extra == ['"](\w+)['"]""", line)
+        marker = re.search(r"""extra == ['"]([\w-]+)['"]""", line)
         if (marker and marker.group(1)) == extra:
             names.add(re.match(r'[\w.-]+', line).group())
     return names
@@ -107,9 +107,14 @@ def test_core_requires_no_openmmlab_distribution(metadata):
 
 
 def test_extras_hold_one_family_each(metadata):
-    assert set(metadata.get_all('Provides-Extra')) == {'onedl', 'openmmlab', 'cityscapes', 'dev'}
+    families = {'onedl', 'openmmlab', 'onedl-mmpretrain', 'mmpretrain'}
+    tasks = {'cityscapes', 'export', 'dev'}
+    assert set(metadata.get_all('Provides-Extra')) == families | tasks
     assert requirements(metadata, 'onedl') == ONEDL
     assert requirements(metadata, 'openmmlab') == OPENMMLAB
+    for name in ('onedl-mmpretrain', 'mmpretrain'):
+        assert requirements(metadata, name) == {name}
+    assert requirements(metadata, 'export') == {'onnx', 'onnxruntime', 'onnxscript'}
     assert requirements(metadata, 'cityscapes') == {'cityscapesscripts'}
     assert requirements(metadata, 'dev') == {'pytest', 'ruff', 'mypy'}
 
