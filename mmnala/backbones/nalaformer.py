@@ -273,8 +273,8 @@ class NaLaFormer(BaseModule):
         stage_attention (Sequence[str]): Each stage's attention, ``'nala'`` (linear) or
             ``'softmax'``. Defaults to ('nala', 'nala', 'softmax', 'softmax').
         feature_map (str): Feature map of the linear attention, ``'signed'`` (the release) or
-            ``'cosine'`` (the paper); for comparison ``'elu'``, ``'relu'`` or ``'focused'``. Defaults
-            to 'signed'.
+            ``'cosine'`` (the paper); for comparison ``'elu'``, ``'relu'`` or ``'focused'``.
+            Defaults to 'signed'.
         attn_impl (str): How the linear attention is computed, ``'plain'``, ``'lean'``,
             ``'triton'`` or ``'auto'``, see :func:`~mmnala.ops.nala_attention`. Defaults to 'auto'.
         drop_path_rate (float, optional): Stochastic depth of the last block, growing linearly from
