@@ -33,12 +33,14 @@ class RunLog:
         curves: The logged scalars by name. One that both training and validation log is the
             training's; the validation's is ``val/NAME``.
         table: Each class in the last evaluation; None if it logged no table.
+        metrics: What the last evaluation measured.
     """
 
     name: str
     parts: list[Path]
     curves: dict[str, list[Point]] = field(default_factory=dict)
     table: ClassTable | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def config(self) -> Path:
@@ -84,10 +86,10 @@ def read_run(folder: str | Path, name: str | None = None) -> RunLog:
         end = min((later[0].iteration for _, later in logged[i + 1 :]), default=None)
         for record in records:
             if end is None or record.iteration < end:
-                _add(run.curves, record)
+                _add(run, record)
         evaluated = max((r.iteration for r in records if not r.training), default=None)
         if evaluated is not None and (end is None or evaluated < end):
-            run.table = _last_table(part) or run.table
+            run.table = last_table(part) or run.table
     return run
 
 
@@ -125,13 +127,15 @@ def _is_scalar(name: str, value: Any) -> bool:
     return name not in ('step', 'iter', 'epoch') and type(value) in (int, float)
 
 
-def _add(curves: dict[str, list[Point]], record: _Record) -> None:
+def _add(run: RunLog, record: _Record) -> None:
     for name, value in record.scalars.items():
         # LogProcessor(log_with_hierarchy=True) writes train/loss and val/mIoU.
         name = name.removeprefix('train/' if record.training else 'val/')
         if not record.training and name in ('time', 'data_time', 'loss', 'memory'):
             name = f'val/{name}'
-        curves.setdefault(name, []).append(Point(record.iteration, value))
+        elif not record.training:
+            run.metrics[name] = value
+        run.curves.setdefault(name, []).append(Point(record.iteration, value))
 
 
 def _log_text(part: Path) -> str:
@@ -144,7 +148,7 @@ def _epoch_length(part: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def _last_table(part: Path) -> ClassTable | None:
+def last_table(part: Path) -> ClassTable | None:
     """The last table whose first column is the class: mmseg's, and mmdet's with ``classwise``."""
     tables = re.findall(
         r'^\+[-+]+\+\n\|.*\|\n\+[-+]+\+\n(?:\|.*\|\n)+\+[-+]+\+$', _log_text(part), re.M
