@@ -1,0 +1,1 @@
+"""What the paper's figures show, for any model: attention, contributions, features, complexity."""

@@ -1,0 +1,329 @@
+"""The backbone that an analysis looks at, and the images that it is shown."""
+
+import argparse
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import timm
+import torch
+from mmengine.config import Config
+from mmengine.dataset import Compose
+from mmengine.device import get_device
+from mmengine.registry import DATASETS, MODELS, init_default_scope
+from numpy.typing import NDArray
+from PIL import Image, UnidentifiedImageError
+from timm.data import resolve_data_config
+from timm.layers import Format
+from torch import Tensor, nn
+
+from .. import timm_models  # noqa: F401, registers nalaformer_*
+from ..checkpoint.files import local_file, read_checkpoint
+from ..engine.errors import InputError
+from ..engine.model_check import check_model
+from ..engine.tools import CfgOptions, check_weights, load_config
+
+TIMM = 'timm:'
+IMAGE_SUFFIXES = ('.bmp', '.jpeg', '.jpg', '.png', '.tif', '.tiff', '.webp')
+
+
+class Picture(NamedTuple):
+    """An image as a model gets it.
+
+    Attributes:
+        name: Its file's name without suffix.
+        tensor: ``(1, 3, H, W)``, normalised and, below and to the right, padded.
+        image: ``(h, w, 3)``, uint8 RGB, without the padding.
+        size: Height and width of the file, of which ``image`` is the whole; None if it was cropped.
+    """
+
+    name: str
+    tensor: Tensor
+    image: NDArray[np.uint8]
+    size: tuple[int, int] | None
+
+    def locate(self, x: float, y: float) -> tuple[float, float]:
+        """The place in ``tensor`` of a pixel of the file, in pixels from its left upper corner.
+
+        Raises:
+            InputError: If the pixel is outside, or the image was cropped.
+        """
+        if self.size is None:
+            raise InputError(
+                f'point {x:g},{y:g}: the test pipeline crops the image, so that its pixels cannot '
+                'be followed; take the crop out of the pipeline (--cfg-options)'
+            )
+        height, width = self.size
+        if not (0 <= x < width and 0 <= y < height):
+            raise InputError(f'point {x:g},{y:g}: {self.name} is {width} wide and {height} high')
+        return (
+            (x + 0.5) * self.image.shape[1] / width,
+            (y + 0.5) * self.image.shape[0] / height,
+        )
+
+
+@dataclass
+class Subject:
+    """A backbone in eval mode with what it needs to see images.
+
+    Attributes:
+        backbone: The module.
+        prepare: From an image file to a :class:`Picture`.
+        list_images: The files of the config's test set.
+    """
+
+    backbone: nn.Module
+    prepare: Callable[[Path], Picture]
+    list_images: Callable[[], list[Path]]
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:
+    """Arguments from which :func:`load_subject` builds a model."""
+    parser.add_argument(
+        'config',
+        nargs='?' if optional else None,
+        help="config file of mmseg, mmdet or mmpretrain, or 'timm:' and the name of a timm model, "
+        'whose arguments --cfg-options gives',
+    )
+    parser.add_argument(
+        'checkpoint',
+        nargs='?',
+        help="weights of the whole model (default: those that the config's init_cfg names, else "
+        'random ones)',
+    )
+    parser.add_argument(
+        '--seed', type=int, default=0, help='of random weights and choices (default: 0)'
+    )
+    parser.add_argument(
+        '--cfg-options', nargs='+', action=CfgOptions, default={}, metavar='KEY=VALUE'
+    )
+    parser.set_defaults(launcher='none', local_rank=0, work_dir=None)
+
+
+def add_image_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments from which :func:`load_pictures` reads images."""
+    parser.add_argument(
+        '--images',
+        nargs='+',
+        type=Path,
+        metavar='PATH',
+        help='image files, or folders of them (default: the test set of the config)',
+    )
+    parser.add_argument(
+        '--num-images',
+        type=positive,
+        default=4,
+        help='how many to take of a folder or of the test set, evenly spaced (default: 4)',
+    )
+
+
+def add_output_argument(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        '--out', type=Path, required=True, metavar='DIR', help='new or empty folder for results'
+    )
+
+
+def positive(text: str) -> int:
+    """A positive integer on a command line."""
+    if not re.fullmatch(r'0*[1-9]\d*', text):
+        raise argparse.ArgumentTypeError(f'expected a positive integer, got {text!r}')
+    return int(text)
+
+
+def point(text: str) -> tuple[float, float]:
+    """A pixel ``x,y`` on a command line."""
+    match = re.fullmatch(r'(\d+(?:\.\d+)?),(\d+(?:\.\d+)?)', text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f'expected X,Y such as 120,64, got {text!r}')
+    return float(match[1]), float(match[2])
+
+
+def load_subject(args: argparse.Namespace, whole: bool = False) -> Subject:
+    """Build the model that the arguments name, on the GPU if there is one.
+
+    Args:
+        args: Those of :func:`add_model_arguments`.
+        whole: Of a timm model, take the classifier too, not the feature maps of its stages.
+
+    Raises:
+        InputError: If there is no such model, or the weights do not fit.
+        SystemExit: The same, of a config.
+    """
+    torch.manual_seed(args.seed)
+    if args.config.startswith(TIMM):
+        return _load_timm(args, whole)
+    cfg = load_config(args)
+    if 'model' not in cfg:
+        raise InputError(f'config {args.config}: it has no model')
+    check_model(cfg.model)
+    init_default_scope(cfg.get('default_scope', 'mmengine'))
+    if cfg.get('data_preprocessor') is not None:
+        cfg.model.setdefault('data_preprocessor', cfg.data_preprocessor)
+    model = MODELS.build(cfg.model)
+    if not isinstance(getattr(model, 'backbone', None), nn.Module):
+        raise InputError(f'config {args.config}: its model {type(model).__name__} has no backbone')
+    if args.checkpoint is None:
+        model.init_weights()
+    else:
+        try:
+            content = read_checkpoint(local_file(args.checkpoint))
+        except (RuntimeError, OSError) as error:
+            raise InputError(f'checkpoint {args.checkpoint}: {_line(error)}') from error
+        check_weights(model, content, args.checkpoint)
+    model = model.to(get_device()).eval()
+    return Subject(
+        model.backbone, lambda path: _run_pipeline(cfg, model, path), lambda: _test_set(cfg)
+    )
+
+
+def _load_timm(args: argparse.Namespace, whole: bool) -> Subject:
+    name, options = args.config.removeprefix(TIMM), dict(args.cfg_options)
+    if args.checkpoint is not None:
+        options |= dict(pretrained=True, pretrained_cfg_overlay=dict(file=args.checkpoint))
+    if not whole:
+        options['features_only'] = True
+    try:
+        model = timm.create_model(name, **options)
+    # Each model fails in its own way on arguments, weights and stages that it does not have.
+    except Exception as error:
+        raise InputError(f'{args.config}: {type(error).__name__}: {_line(error)}') from error
+    model = model.to(get_device()).eval()
+    data = resolve_data_config(model=model, args=_image_size(args.cfg_options))
+    return Subject(model, lambda path: _prepare_timm(path, data), _no_test_set)
+
+
+def _image_size(options: dict[str, Any]) -> dict[str, Any]:
+    size = options.get('img_size')
+    return {} if size is None else dict(img_size=size if isinstance(size, int) else tuple(size))
+
+
+def _no_test_set() -> list[Path]:
+    raise InputError('--images: a timm model has no test set, name files or a folder')
+
+
+def _prepare_timm(path: Path, data: dict[str, Any]) -> Picture:
+    """Stretch to the model's input size, and normalise."""
+    original = _read_rgb(path)
+    height, width = data['input_size'][1:]
+    image = np.array(original.resize((width, height), Image.Resampling.BICUBIC))
+    mean, std = (torch.tensor(data[name])[:, None, None] for name in ('mean', 'std'))
+    tensor = (torch.from_numpy(image).permute(2, 0, 1) / 255 - mean) / std
+    return Picture(path.stem, tensor[None].to(get_device()), image, original.size[::-1])
+
+
+def _read_rgb(path: Path) -> Image.Image:
+    try:
+        return Image.open(path).convert('RGB')
+    except (OSError, UnidentifiedImageError) as error:
+        raise InputError(f'--images {path}: {error}') from error
+
+
+def _run_pipeline(cfg: Config, model: Any, path: Path) -> Picture:
+    """The config's own test pipeline, without annotations, and the model's data preprocessor."""
+    size = _read_rgb(path).size[::-1]
+    transforms = [t for t in _test_dataset(cfg).pipeline if not _matches(t, r'Load\w*Annotations')]
+    packed = Compose(transforms)(dict(img_path=str(path), img_id=0, ori_shape=size))
+    if not isinstance(packed, dict) or not isinstance(packed.get('inputs'), Tensor):
+        raise InputError('test_dataloader: its pipeline gives no single image as inputs')
+    image = packed['inputs'][[2, 1, 0]].permute(1, 2, 0)  # the toolboxes' pipelines have BGR
+    batch = dict(inputs=[packed['inputs']], data_samples=[packed['data_samples']])
+    with torch.no_grad():
+        tensor = model.data_preprocessor(batch, training=False)['inputs']
+    cropped = any(_matches(t, r'\w*Crop\w*') for t in transforms)
+    return Picture(
+        path.stem, tensor, image.to(torch.uint8).contiguous().numpy(), None if cropped else size
+    )
+
+
+def _matches(transform: Any, pattern: str) -> bool:
+    kind = transform['type']
+    name = kind if isinstance(kind, str) else kind.__name__
+    return re.fullmatch(pattern, name.rsplit('.')[-1]) is not None
+
+
+def _test_dataset(cfg: Config) -> Any:
+    dataset = (cfg.get('test_dataloader') or {}).get('dataset')
+    while dataset is not None and 'dataset' in dataset:
+        dataset = dataset.dataset
+    if dataset is None or not dataset.get('pipeline'):
+        raise InputError('config: it has no test_dataloader.dataset with a pipeline')
+    return dataset
+
+
+def _test_set(cfg: Config) -> list[Path]:
+    dataset = DATASETS.build(_test_dataset(cfg))
+    return [Path(dataset.get_data_info(i)['img_path']) for i in range(len(dataset))]
+
+
+def load_pictures(subject: Subject, args: argparse.Namespace) -> list[Picture]:
+    """Read and prepare the images that the arguments name.
+
+    Args:
+        subject: Whose images they are.
+        args: Those of :func:`add_image_arguments`.
+
+    Raises:
+        InputError: If there are none, or one is no image.
+    """
+    files: list[Path] = []
+    for path in args.images or ():
+        if path.is_dir():
+            inside = sorted(p for p in path.iterdir() if p.suffix.lower() in IMAGE_SUFFIXES)
+            if not inside:
+                raise InputError(f'--images {path}: no {", ".join(IMAGE_SUFFIXES)} in this folder')
+            files += _spread(inside, args.num_images)
+        else:
+            files.append(path)
+    if not args.images:
+        files = _spread(subject.list_images(), args.num_images)
+    return [subject.prepare(path) for path in files]
+
+
+def _spread(files: Sequence[Path], number: int) -> list[Path]:
+    picks = np.linspace(0, len(files) - 1, min(number, len(files))).round().astype(int)
+    return [files[i] for i in picks]
+
+
+def unique_names(pictures: Iterable[Picture]) -> list[str]:
+    """Names for files, different even if two images in different folders have the same."""
+    names: list[str] = []
+    for picture in pictures:
+        name, number = picture.name, 1
+        while name in names:
+            name, number = f'{picture.name}~{number}', number + 1
+        names.append(name)
+    return names
+
+
+def stage_outputs(backbone: nn.Module, image: Tensor) -> list[Tensor]:
+    """The feature maps of a backbone, ``(B, C, H, W)`` each, from the finest on.
+
+    Args:
+        backbone: One of a config, or timm's with ``features_only=True``.
+        image: ``(B, 3, H, W)``.
+
+    Raises:
+        InputError: If it returns anything else, or does not take images of this size.
+    """
+    try:
+        outputs = backbone(image)
+    except (AssertionError, RuntimeError) as error:
+        size = 'x'.join(map(str, image.shape[2:]))
+        raise InputError(f'the backbone does not take images of {size}: {_line(error)}') from error
+    outputs = [outputs] if isinstance(outputs, Tensor) else list(outputs)
+    if not all(isinstance(x, Tensor) and x.dim() == 4 for x in outputs):
+        raise InputError(
+            f'{type(backbone).__name__}: its outputs are no feature maps (B, C, H, W); of a ViT, '
+            'model.backbone.out_type=featmap gives them'
+        )
+    if getattr(backbone, 'output_fmt', None) == Format.NHWC:
+        outputs = [x.permute(0, 3, 1, 2) for x in outputs]
+    return outputs
+
+
+def _line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or ['']
+    return lines[0] if len(lines) == 1 else f'{lines[0]} {lines[1].strip()}'
