@@ -30,7 +30,8 @@ TABLE = """2026/01/01 00:00:00 - mmengine - INFO - per class results:
 | a | $b_1$ |  {}   |  nan  |
 +-----------+-------+-------+
 """
-DETECTION_TABLE = """
+DETECTION_TABLE = """2026/01/01 00:00:00 - mmengine - INFO - Evaluating bbox...
+2026/01/01 00:00:00 - mmengine - INFO -
 +----------+-------+--------+
 | category | mAP   | mAP_50 |
 +----------+-------+--------+
@@ -102,7 +103,7 @@ def test_metrics_by_epoch_stand_at_its_end(tmp_path):
     run = read_run(tmp_path)
     assert run.curves['coco/bbox_mAP'] == [(157, 0.25), (314, 0.5)]
     assert 'epoch' not in run.curves and 'step' not in run.curves
-    assert run.table.columns == ['mAP', 'mAP_50']
+    assert run.table.columns == ['bbox_mAP', 'bbox_mAP_50']
     assert run.table.rows['RBC'] == [0.625, 0.9]
 
 
@@ -160,7 +161,7 @@ def test_pictures_show_the_log(runs):
     assert labels == ['sky', r'a | \$b_1\$', 'RBC', 'WBC']
     widths = [[bar.get_width() for bar in bars] for bars in axis.containers]
     np.testing.assert_equal(widths, [[90.5, 12, np.nan, np.nan], [np.nan, np.nan, 0.625, np.nan]])
-    assert axis.get_xlabel() == 'IoU, mAP'
+    assert axis.get_xlabel() == 'IoU, bbox_mAP'
     assert png(draw_classes(logs))[:8] == b'\x89PNG\r\n\x1a\n'
 
 
@@ -178,7 +179,7 @@ def test_tables_have_every_value(runs):
     classes = list(csv.reader(classes_csv(logs).decode().splitlines()))
     assert classes[0] == ['run', 'class', 'metric', 'value']
     assert ['one', 'a | $b_1$', 'IoU', '12.0'] in classes
-    assert ['two', 'RBC', 'mAP', '0.625'] in classes
+    assert ['two', 'RBC', 'bbox_mAP', '0.625'] in classes
     assert len(classes) == 9
 
 
@@ -257,8 +258,8 @@ def test_a_detection_is_drawn_when_it_ends(tmp_path):
     assert [i for i, _ in scores] == [5, 10, 15]  # epochs of 5 iterations
     classes = list(csv.DictReader((log.parent / 'per_class.csv').read_text().splitlines()))
     assert [(row['class'], row['metric']) for row in classes[:2]] == [
-        ('box', 'mAP'),
-        ('box', 'mAP_50'),
+        ('box', 'bbox_mAP'),
+        ('box', 'bbox_mAP_50'),
     ]
     assert float(classes[0]['value']) == pytest.approx(scores[-1][1], abs=1e-3)
 

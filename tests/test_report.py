@@ -190,7 +190,7 @@ def test_a_detection_report(tmp_path):
     assert float(page.cells('box')[0]) == pytest.approx(float(average), abs=1e-3)  # one class
     assert 'Confusion\n\nNot available for this task.' in re.sub(r'\n+', '\n\n', page.text)
     assert sum('AP50' in caption for caption in page.figures) == 2
-    assert {'truth', 'prediction', 'loss', 'coco/bbox_mAP'} <= page.images.keys()
+    assert {'truth', 'prediction, scores from 0.3', 'loss', 'coco/bbox_mAP'} <= page.images.keys()
 
 
 def test_without_images_neither_data_nor_checkpoint_is_needed(segmentation, tmp_path):

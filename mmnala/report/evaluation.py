@@ -165,7 +165,8 @@ class CollectHook(Hook):
             visualizer.dataset_meta = dict(classes=self.classes, palette=self.palette or None)
             sample.gt_instances = InstanceData(bboxes=boxes, labels=labels)
             drawn = {}
-            for name, side in (('truth', 'draw_pred'), ('prediction', 'draw_gt')):
+            prediction = f'prediction, scores from {SCORE_THR}'
+            for name, side in (('truth', 'draw_pred'), (prediction, 'draw_gt')):
                 visualizer.add_datasample(
                     name, picture, sample, pred_score_thr=SCORE_THR, **{side: False}
                 )

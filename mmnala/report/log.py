@@ -149,13 +149,18 @@ def _epoch_length(part: Path) -> int | None:
 
 
 def last_table(part: Path) -> ClassTable | None:
-    """The last table whose first column is the class: mmseg's, and mmdet's with ``classwise``."""
-    tables = re.findall(
-        r'^\+[-+]+\+\n\|.*\|\n\+[-+]+\+\n(?:\|.*\|\n)+\+[-+]+\+$', _log_text(part), re.M
-    )
-    for text in reversed(tables):
-        header, *rows = [line for line in text.splitlines() if line.startswith('|')]
+    """The last table whose first column is the class: mmseg's, and mmdet's with ``classwise``.
+
+    mmdet's columns get the name of what was matched, as in the metrics: ``bbox_mAP``, ``segm_mAP``.
+    """
+    log = _log_text(part)
+    tables = re.finditer(r'^\+[-+]+\+\n\|.*\|\n\+[-+]+\+\n(?:\|.*\|\n)+\+[-+]+\+$', log, re.M)
+    for table in reversed(list(tables)):
+        header, *rows = [line for line in table[0].splitlines() if line.startswith('|')]
         first, *columns = [cell.strip() for cell in header.strip('|').split('|')]
+        if first.lower() == 'category':
+            matched = re.findall(r' Evaluating (\w+)\.\.\.$', log[: table.start()], re.M)
+            columns = ['_'.join([*matched[-1:], column]) for column in columns]
         if first.lower() in ('class', 'category'):
             # From the right: a name may have a bar in it.
             cells = (row.strip()[1:-1].rsplit('|', len(columns)) for row in rows)
