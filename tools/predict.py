@@ -60,7 +60,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--opacity',
         type=float,
-        help='of what is drawn, from 0 to 1 (default: 0.5, of boxes and masks 0.8)',
+        help='of what is drawn, from 0 to 1 (default: 0.5 of label maps and masks, 1 of lines)',
     )
     parser.add_argument(
         '--video-frames', action='store_true', help='save pictures of a video as PNG, not as mp4'
@@ -126,10 +126,9 @@ def main() -> None:
         fail('--score-thr is for detectors')
     if args.no_pictures and args.truth and predictor.scope == 'mmseg':
         fail('--no-pictures leaves --truth nothing to do')
-    opacity = 0.8 if predictor.scope == 'mmdet' else 0.5
     options = dict(
         pictures=not args.no_pictures,
-        opacity=opacity if args.opacity is None else args.opacity,
+        opacity=args.opacity,
         score_thr=0.3 if args.score_thr is None else args.score_thr,
         truth=open_truth(args.truth, predictor, sources) if args.truth else None,
         video_frames=args.video_frames,
@@ -166,7 +165,7 @@ def main() -> None:
                 results.add(frame, sample)
                 number += 1
                 progress.advance(bar)
-    print(f'{args.out}: predictions of {number} images')
+    print(f'{args.out}: predictions of {number} images and frames')
     failures |= results.problems
     if failures:
         lines = [f'\n  {path}: {error}' for path, error in failures.items()]

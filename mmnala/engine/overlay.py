@@ -1,9 +1,14 @@
-"""Pictures of predictions: coloured label maps, and panels over a legend of classes."""
+"""Pictures of predictions: label maps and objects in their classes' colours, over a legend.
+
+mmdet's own visualizer resamples the image and shifts the colours of masks at random, so that they
+are none of a legend's.
+"""
 
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
+import cv2
 import numpy as np
 from matplotlib.font_manager import findfont
 from numpy.typing import NDArray
@@ -17,6 +22,22 @@ class Entry(NamedTuple):
 
     colour: tuple[int, int, int] | None
     text: str
+
+
+class Object(NamedTuple):
+    """What a detector found, or should have.
+
+    Attributes:
+        label: Index of its class.
+        text: What its tag says.
+        box: Left, top, right, bottom.
+        mask: (H, W), bool; None if there are boxes only.
+    """
+
+    label: int
+    text: str
+    box: tuple[float, float, float, float]
+    mask: NDArray[np.bool_] | None = None
 
 
 class Panel(NamedTuple):
@@ -42,6 +63,51 @@ def blend(
     colours = np.array(palette, np.float32)[np.where(known, label_map, 0)]
     mixed = np.rint((1 - opacity) * image + opacity * colours)
     return np.where(known[..., None], mixed, image).astype(np.uint8)
+
+
+def draw_objects(
+    image: NDArray,
+    objects: Sequence[Object],
+    palette: Sequence[Sequence[int]],
+    opacity: float | None = None,
+) -> NDArray[np.uint8]:
+    """Draw masks with their outlines, boxes and tags.
+
+    Args:
+        image: (H, W, 3), RGB, 0 to 255.
+        objects: The last of them covers the others.
+        palette: A colour (RGB) for each class.
+        opacity: Of masks and lines; None is 0.5 for masks and 1 for lines. Tags are opaque.
+    """
+    height, width = image.shape[:2]
+    areas = np.full((height, width), len(palette), np.int32)
+    lines = areas.copy()
+    thickness = max(1, round(min(height, width) / 250))
+    for found in objects:
+        if found.mask is not None:
+            mask = found.mask.astype(np.uint8)
+            areas[mask > 0] = found.label
+            inside = cv2.erode(mask, np.ones((3, 3), np.uint8))
+            lines[mask > inside] = found.label
+        left, top, right, bottom = map(round, found.box)
+        cv2.rectangle(lines, (left, top), (right - 1, bottom - 1), found.label, thickness)
+    picture = blend(image, areas, palette, 0.5 if opacity is None else opacity)
+    picture = blend(picture, lines, palette, 1 if opacity is None else opacity)
+
+    font = _font(int(np.clip(height / 40, 9, 24)))
+    line = _line_height(font)
+    canvas = Image.fromarray(picture)
+    draw = ImageDraw.Draw(canvas)
+    for found in objects:
+        tag = _text_width(font, found.text)
+        x = np.clip(found.box[0], 0, max(width - tag, 0))
+        y = found.box[1] - line if found.box[1] >= line else found.box[1]
+        colour = tuple(palette[found.label])
+        luminance = np.dot(colour, (0.299, 0.587, 0.114))
+        draw.rectangle((x, y, x + tag, y + line), colour)
+        ink = 'black' if luminance > 128 else 'white'
+        draw.text((x + font.size / 4, y + line / 2), found.text, ink, font, anchor='lm')
+    return np.asarray(canvas)
 
 
 def compose(

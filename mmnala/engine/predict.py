@@ -37,17 +37,20 @@ class Source:
 
     Attributes:
         path: As the user named it.
-        relative: The path from the folder that all inputs share.
-        name: ``relative`` without its ending, unless two inputs would then have one name.
+        relative: Its path from the folder that the user named, or that a pattern begins with.
+        unique: ``relative``, or the path from the folder that all inputs share if two would
+            otherwise have one name.
+        name: ``unique`` without its ending, unless two images or videos would share that, too.
     """
 
     path: Path
     relative: Path
+    unique: Path
     name: str
 
     @property
     def is_video(self) -> bool:
-        return self.path.suffix.lower() in VIDEOS
+        return _is_video(self.path)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +71,7 @@ class Frame:
         if self.index is None:
             return self.source.name
         # No other input can lie under a video's whole name.
-        return f'{self.source.relative.as_posix()}/{self.index:06d}'
+        return f'{self.source.unique.as_posix()}/{self.index:06d}'
 
 
 def find_sources(inputs: Sequence[str]) -> list[Source]:
@@ -79,31 +82,41 @@ def find_sources(inputs: Sequence[str]) -> list[Source]:
     Raises:
         InputError: Naming the input that there is not, or that holds no image or video.
     """
-    paths: dict[str, Path] = {}
+    found: dict[str, tuple[Path, Path]] = {}
     for given in inputs:
-        found = _matching(given)
-        if not found:
-            folder = os.path.isdir(given)
-            reason = 'this folder holds' if folder else 'there is no such file, and this matches'
+        base, files = _matching(given)
+        if not files:
+            reason = 'this folder holds' if base == Path(given) else 'no such file, it matches'
             raise InputError(f'INPUT {given!r}: {reason} no {" ".join(IMAGES + VIDEOS)}')
-        for path in found:
-            paths.setdefault(os.path.abspath(path), Path(path))
-    common = os.path.commonpath([os.path.dirname(path) for path in paths])
-    relative = [Path(os.path.relpath(path, common)) for path in paths]
-    names = [path.with_suffix('').as_posix() for path in relative]
-    if len(set(names)) < len(names):
-        names = [path.as_posix() for path in relative]
-    return [Source(*entry) for entry in zip(paths.values(), relative, names, strict=True)]
+        for path in files:
+            found.setdefault(os.path.abspath(path), (Path(path), Path(os.path.relpath(path, base))))
+    common = os.path.commonpath([os.path.dirname(path) for path in found])
+    paths = [path for path, _ in found.values()]
+    relative = [path for _, path in found.values()]
+    shared = [Path(os.path.relpath(path, common)) for path in found]
+    for unique, ending in ((relative, False), (shared, False), (shared, True)):
+        names = [(path if ending else path.with_suffix('')).as_posix() for path in unique]
+        if len(set(zip(names, map(_is_video, unique), strict=True))) == len(names):
+            break
+    return list(map(Source, paths, relative, unique, names))
 
 
-def _matching(given: str) -> list[str]:
-    if os.path.isfile(given):
-        return [given]
+def _matching(given: str) -> tuple[Path, list[str]]:
+    """The files of an input, and the folder from which they are counted."""
+    base = Path(given)
+    if base.is_file():
+        return base.parent, [given]
     found = []
-    for path in [given] if os.path.exists(given) else sorted(glob.glob(given, recursive=True)):
+    for path in [given] if base.exists() else sorted(glob.glob(given, recursive=True)):
         inside = os.path.join(glob.escape(path), '**')
         found += sorted(glob.glob(inside, recursive=True)) if os.path.isdir(path) else [path]
-    return [path for path in found if os.path.isfile(path) and _known(path)]
+    while not base.exists():  # the part with wildcards
+        base = base.parent
+    return base, [path for path in found if os.path.isfile(path) and _known(path)]
+
+
+def _is_video(path: Path) -> bool:
+    return path.suffix.lower() in VIDEOS
 
 
 def _known(path: str) -> bool:

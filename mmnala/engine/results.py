@@ -22,7 +22,7 @@ from PIL import Image
 
 from ..checkpoint.files import write_new
 from .errors import InputError
-from .overlay import Entry, Panel, blend, compose
+from .overlay import Entry, Object, Panel, blend, compose, draw_objects
 from .predict import Frame, Predictor, ReadError, Source, frame_rate
 
 
@@ -87,7 +87,7 @@ class Results(contextlib.ExitStack):
         out: An empty folder.
         predictor: Where the predictions come from.
         pictures: Whether to draw them.
-        opacity: Of what is drawn, 0 to 1.
+        opacity: Of what is drawn, 0 to 1; None is 0.5 for label maps and masks, 1 for lines.
         score_thr: Draw objects of a higher score only.
         truth: What :func:`open_truth` gives.
         video_frames: Whether the pictures of a video are PNG files, not an mp4.
@@ -101,7 +101,7 @@ class Results(contextlib.ExitStack):
         out: Path,
         predictor: Predictor,
         pictures: bool = True,
-        opacity: float = 0.5,
+        opacity: float | None = None,
         score_thr: float = 0.3,
         truth: 'LabelMapTruth | CocoTruth | None' = None,
         video_frames: bool = False,
@@ -216,12 +216,13 @@ class Segmentation(Results):
     def draw(
         self, frame: Frame, image: NDArray, sample: Any
     ) -> tuple[list[Panel], list[Entry], list[str]]:
+        opacity = 0.5 if self.opacity is None else self.opacity
         maps = {'prediction': _label_map(sample)}
         if (truth := self.read_truth(frame)) is not None:
             maps = {'truth': truth, **maps}
         panels = [Panel('image', image)] if truth is not None else []
         panels += [
-            Panel(name, blend(image, label_map, self.palette, self.opacity))
+            Panel(name, blend(image, label_map, self.palette, opacity))
             for name, label_map in maps.items()
         ]
         present = {int(i) for label_map in maps.values() for i in np.unique(label_map)}
@@ -250,9 +251,6 @@ class Detection(Results):
         self.images = self.enter_context(JsonList(self.out / 'images.json', '{"images": [', after))
         self.boxes = self.enter_context(JsonList(self.out / 'results.bbox.json'))
         self.masks: JsonList | None = None
-        self.visualizer = self.predictor.inferencer.visualizer
-        self.visualizer.alpha = self.opacity
-        self.visualizer.dataset_meta = dict(classes=self.classes, palette=self.palette)
 
     def save(self, frame: Frame, sample: Any) -> dict[str, Any]:
         from pycocotools import mask as rle
@@ -278,7 +276,7 @@ class Detection(Results):
             )
             self.boxes.append(found)
             if 'masks' in instances:
-                mask = rle.encode(np.asfortranarray(instances.masks[i], np.uint8))
+                mask = rle.encode(np.asfortranarray(instances.masks[i].numpy(), np.uint8))
                 segmentation = dict(size=mask['size'], counts=mask['counts'].decode())
                 assert self.masks is not None
                 self.masks.append(found | dict(segmentation=segmentation))
@@ -295,29 +293,36 @@ class Detection(Results):
         self, frame: Frame, image: NDArray, sample: Any
     ) -> tuple[list[Panel], list[Entry], list[str]]:
         instances = sample.pred_instances
-        labels = instances.labels[instances.scores > self.score_thr].tolist()
-        panels = [Panel('prediction', self._draw_objects(image, sample, draw_gt=False))]
+        shown = instances[instances.scores > self.score_thr]
+        shown = shown[shown.scores.argsort()]  # the surest on top
+        objects = self._objects(shown, [f' {score:.2f}' for score in shown.scores.tolist()])
+        panels = [Panel('prediction', draw_objects(image, objects, self.palette, self.opacity))]
         if (truth := self.read_truth(frame)) is not None:
             if 'masks' not in instances and 'masks' in truth:
                 del truth.masks
-            sample.gt_instances = truth
-            labels += truth.labels.tolist()
-            panels.insert(0, Panel('truth', self._draw_objects(image, sample, draw_pred=False)))
-        return panels, self.class_legend(labels), self.classes
+            true = self._objects(truth, [''] * len(truth))
+            drawn = draw_objects(image, true, self.palette, self.opacity)
+            panels.insert(0, Panel('truth', drawn))
+            objects += true
+        return panels, self.class_legend([found.label for found in objects]), self.classes
 
-    def _draw_objects(self, image: NDArray, sample: Any, **what: bool) -> NDArray[np.uint8]:
-        np.random.seed(0)  # mmdet shifts the colour of each mask at random
-        self.visualizer.add_datasample('', image, sample, pred_score_thr=self.score_thr, **what)
-        return self.visualizer.get_image()
+    def _objects(self, instances: InstanceData, scores: Sequence[str]) -> list[Object]:
+        labels = instances.labels.tolist()
+        texts = [self.classes[i] + score for i, score in zip(labels, scores, strict=True)]
+        masks = instances.masks.numpy() > 0 if 'masks' in instances else [None] * len(labels)
+        return list(map(Object, labels, texts, instances.bboxes.tolist(), masks))
 
     def _add_image(self, frame: Frame) -> int:
-        image_id = self.truth.find(frame.source) if isinstance(self.truth, CocoTruth) else None
-        if image_id is None or frame.source.is_video:
+        truth = self.truth if isinstance(self.truth, CocoTruth) else None
+        image_id = None if truth is None or frame.source.is_video else truth.find(frame.source)
+        if truth is not None and image_id is not None:
+            name = truth.coco.imgs[image_id]['file_name']
+        else:
             image_id = self.next_image
             self.next_image += 1
+            unique = frame.source.unique.as_posix()
+            name = unique if frame.index is None else f'{frame.name}.png'
         height, width = frame.image.shape[:2]
-        relative = frame.source.relative.as_posix()
-        name = relative if frame.index is None else f'{frame.name}.png'
         self.images.append(dict(id=image_id, file_name=name, width=width, height=height))
         return image_id
 
@@ -474,7 +479,15 @@ def open_truth(
         what = expected.get(predictor.scope, 'nothing for a classifier')
         raise InputError(f'--truth {path}: expected {what}')
     images = [source for source in sources if not source.is_video]
-    if all(truth.find(source) is None for source in images):
+    found: dict[Any, Source] = {}
+    for source in images:
+        if (target := truth.find(source)) is not None:
+            other = found.setdefault(target, source)
+            if other is not source:
+                raise InputError(
+                    f'--truth {path}: {other.path} and {source.path} would share {target}'
+                )
+    if not found:
         names = ', '.join(source.relative.as_posix() for source in images[:3])
         raise InputError(f'--truth {path}: it has none of the images ({names}, ...)')
     return truth
