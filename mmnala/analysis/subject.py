@@ -70,33 +70,46 @@ class Subject:
     """A backbone in eval mode with what it needs to see images.
 
     Attributes:
-        backbone: The module.
+        model: The whole model.
+        backbone: Its backbone; of timm, the model itself.
         prepare: From an image file to a :class:`Picture`.
         list_images: The files of the config's test set.
     """
 
+    model: nn.Module
     backbone: nn.Module
     prepare: Callable[[Path], Picture]
     list_images: Callable[[], list[Path]]
 
 
-def add_model_arguments(parser: argparse.ArgumentParser, optional: bool = False) -> None:
-    """Arguments from which :func:`load_subject` builds a model."""
+def add_model_arguments(
+    parser: argparse.ArgumentParser, optional: bool = False, weights: bool = True
+) -> None:
+    """Arguments from which :func:`load_subject` builds a model.
+
+    Args:
+        parser: Where they go.
+        optional: Whether the config may be absent.
+        weights: Whether they matter.
+    """
     parser.add_argument(
         'config',
         nargs='?' if optional else None,
         help="config file of mmseg, mmdet or mmpretrain, or 'timm:' and the name of a timm model, "
         'whose arguments --cfg-options gives',
     )
-    parser.add_argument(
-        'checkpoint',
-        nargs='?',
-        help="weights of the whole model (default: those that the config's init_cfg names, else "
-        'random ones)',
-    )
-    parser.add_argument(
-        '--seed', type=int, default=0, help='of random weights and choices (default: 0)'
-    )
+    if weights:
+        parser.add_argument(
+            'checkpoint',
+            nargs='?',
+            help="weights of the whole model (default: those that the config's init_cfg names, "
+            'else random ones)',
+        )
+        parser.add_argument(
+            '--seed', type=int, default=0, help='of random weights and choices (default: 0)'
+        )
+    else:
+        parser.set_defaults(checkpoint=None, seed=0)
     parser.add_argument(
         '--cfg-options', nargs='+', action=CfgOptions, default={}, metavar='KEY=VALUE'
     )
@@ -141,6 +154,14 @@ def point(text: str) -> tuple[float, float]:
     return float(match[1]), float(match[2])
 
 
+def size(text: str) -> tuple[int, int]:
+    """Height and width on a command line, ``224`` or ``800x1344``."""
+    match = re.fullmatch(r'([1-9]\d*)(?:x([1-9]\d*))?', text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f'expected 224 or HEIGHTxWIDTH, got {text!r}')
+    return int(match[1]), int(match[2] or match[1])
+
+
 def load_subject(args: argparse.Namespace, whole: bool = False) -> Subject:
     """Build the model that the arguments name, on the GPU if there is one.
 
@@ -175,7 +196,10 @@ def load_subject(args: argparse.Namespace, whole: bool = False) -> Subject:
         check_weights(model, content, args.checkpoint)
     model = model.to(get_device()).eval()
     return Subject(
-        model.backbone, lambda path: _run_pipeline(cfg, model, path), lambda: _test_set(cfg)
+        model,
+        model.backbone,
+        lambda path: _run_pipeline(cfg, model, path),
+        lambda: _test_set(cfg),
     )
 
 
@@ -192,7 +216,7 @@ def _load_timm(args: argparse.Namespace, whole: bool) -> Subject:
         raise InputError(f'{args.config}: {type(error).__name__}: {_line(error)}') from error
     model = model.to(get_device()).eval()
     data = resolve_data_config(model=model, args=_image_size(args.cfg_options))
-    return Subject(model, lambda path: _prepare_timm(path, data), _no_test_set)
+    return Subject(model, model, lambda path: _prepare_timm(path, data), _no_test_set)
 
 
 def _image_size(options: dict[str, Any]) -> dict[str, Any]:
