@@ -1,16 +1,20 @@
 """Evaluate a checkpoint of an mmseg, mmdet or mmpretrain config."""
 
 import argparse
-import re
-from copy import deepcopy
 from pathlib import Path
 
-from mmengine.config import Config, ConfigDict
+from mmengine.config import Config
 from mmengine.registry import METRICS
 from mmengine.runner import Runner
 
-from mmnala.datasets.official import CITYSCAPES_LABELS
 from mmnala.engine.label_maps import DumpLabelMaps
+from mmnala.engine.testing import (
+    annotation_labels,
+    check_slide,
+    enable_tta,
+    test_dataset,
+    without_annotations,
+)
 from mmnala.engine.tools import (
     argument_parser,
     build_runner,
@@ -78,75 +82,6 @@ def enable_drawing(cfg: Config, args: argparse.Namespace) -> None:
             cfg.visualizer.save_dir = folder
 
 
-def type_name(cfg: ConfigDict) -> str:
-    kind = cfg.get('type', '')
-    return kind.rsplit('.')[-1] if isinstance(kind, str) else kind.__name__
-
-
-def test_dataset(cfg: Config) -> ConfigDict:
-    """The test set's config inside its wrappers."""
-    dataset = cfg.test_dataloader.dataset
-    while 'dataset' in dataset:
-        dataset = dataset.dataset
-    return dataset
-
-
-def enable_tta(cfg: Config) -> None:
-    dataset = test_dataset(cfg)
-    if cfg.get('default_scope') == 'mmdet':
-        set_default_detection_tta(cfg, dataset.pipeline)
-    missing = [name for name in ('tta_model', 'tta_pipeline') if cfg.get(name) is None]
-    if missing:
-        fail(f'--tta: the config has no {" and no ".join(missing)}')
-    dataset.pipeline = cfg.tta_pipeline
-    cfg.model = ConfigDict(cfg.tta_model, module=cfg.model)
-
-
-def set_default_detection_tta(cfg: Config, pipeline: list) -> None:
-    # The same defaults as mmdet's own test script, with masks.
-    cfg.setdefault(
-        'tta_model',
-        dict(
-            type='InstanceTTAModel',
-            tta_cfg=dict(nms=dict(type='nms', iou_threshold=0.5), max_per_img=100),
-        ),
-    )
-    meta_keys = ['img_id', 'img_path', 'ori_shape', 'img_shape', 'scale_factor']
-    meta_keys += ['flip', 'flip_direction']
-    flips = [dict(type='RandomFlip', prob=1.0), dict(type='RandomFlip', prob=0.0)]
-    pack = dict(type='PackDetInputs', meta_keys=meta_keys)
-    augment = dict(type='TestTimeAug', transforms=[flips, [pack]])
-    cfg.setdefault('tta_pipeline', [*deepcopy(pipeline[:-1]), augment])
-
-
-def without_annotations(transforms: list) -> list:
-    """The transforms, or the groups of them in TestTimeAug, that do not load annotations."""
-    kept = []
-    for transform in transforms:
-        if isinstance(transform, list):
-            transform = without_annotations(transform)
-        elif re.fullmatch(r'Load\w*Annotations', type_name(transform)):
-            continue
-        elif 'transforms' in transform:
-            inner = without_annotations(transform.transforms)
-            transform = ConfigDict(transform, transforms=inner)
-        if transform:  # TestTimeAug multiplies its groups
-            kept.append(transform)
-    return kept
-
-
-def check_slide(test_cfg: ConfigDict) -> None:
-    """Fail unless mmseg's sliding window is given and leaves no gaps."""
-    windows = [test_cfg.get(name) for name in ('crop_size', 'stride')]
-    pairs = [w for w in windows if isinstance(w, list | tuple) and len(w) == 2]
-    positive = all(isinstance(side, int) and side > 0 for pair in pairs for side in pair)
-    if len(pairs) < 2 or not positive or any(s > c for c, s in zip(*pairs, strict=True)):
-        fail(
-            'model.test_cfg with mode=slide: expected crop_size=HEIGHT,WIDTH and a stride=DOWN,'
-            f'RIGHT that is no larger, got crop_size={windows[0]} and stride={windows[1]}'
-        )
-
-
 def is_pickle(out: str) -> bool:
     return out.endswith(('.pkl', '.pickle'))
 
@@ -203,12 +138,7 @@ def label_map_writer(metrics: list, cfg: Config, runner: Runner, out: str) -> Du
         if other != path:
             fail(f'--out {out}: two images would have the same map: {other}, {path}')
 
-    first = int(dataset.metainfo.get('reduce_zero_label') or False)
-    labels = range(first, first + len(dataset.metainfo['classes']))
-    # Not its subclasses, whose servers want trainIds.
-    if type_name(test_dataset(cfg)) == 'CityscapesDataset':
-        labels = [label.id for label in CITYSCAPES_LABELS if label.train_id != 255]
-    return DumpLabelMaps(out, labels)
+    return DumpLabelMaps(out, annotation_labels(cfg, dataset.metainfo))
 
 
 def coco_writer(metrics: list, args: argparse.Namespace):
@@ -232,8 +162,7 @@ def main() -> None:
     checkpoint = {} if exported else read_checkpoint(args.checkpoint)
     cfg.load_from = None if exported else args.checkpoint
     cfg.resume = False
-    if cfg.model.get('test_cfg', {}).get('mode') == 'slide':
-        check_slide(cfg.model.test_cfg)
+    check_slide(cfg.model.get('test_cfg') or {})
     if args.show or args.show_dir:
         enable_drawing(cfg, args)
     if args.tta:

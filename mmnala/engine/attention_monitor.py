@@ -1,6 +1,5 @@
 """A hook that watches the attention of a NaLaFormer while it trains."""
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -11,9 +10,10 @@ from mmengine.registry import HOOKS
 from mmengine.runner import Runner
 from torch import Tensor
 
+from ..analysis.attention import Heads, attention_weights, entropy
 from ..backbones import NaLaFormer
 from ..backbones.nalaformer import GatedAttention, Rotary
-from ..ops import FEATURE_MAPS, apply_rotary
+from ..ops import apply_rotary
 from ..ops.plain import OFFSET, POWER
 from .errors import InputError
 
@@ -35,11 +35,8 @@ def sample_attention(
 ) -> AttentionSample:
     """How a layer's queries attend, for evenly spaced positions of the first image of a batch.
 
-    A query's entropy is that of its attention weights over that of uniform attention, log N: 0
-    where it attends to one position alone, 1 where to all alike. In a softmax stage the weights are
-    the layer's own. In a linear stage they are the similarities of its features, divided by their
-    sum: those without rotary embedding, as in the normaliser, since with it they can be negative. A
-    query that is similar to no key at all has the entropy 0, as has the only position of an image.
+    Weights and their entropy are those of :mod:`mmnala.analysis.attention`; the only position of an
+    image has the entropy 0.
 
     Args:
         attention: The layer.
@@ -58,20 +55,16 @@ def sample_attention(
         tokens, head_dim = key.shape[-2:]
         picks = torch.linspace(0, tokens - 1, min(num_queries, tokens), device=x.device).long()
         query = query[:, picks]
-        if attention.attention == 'softmax':
+        feature_map = attention.feature_map if attention.attention == 'nala' else None
+        if feature_map is None:
             cos, sin = rotary
-            scores = apply_rotary(query, (cos[picks], sin[picks])) @ apply_rotary(key, rotary).mT
-            weights = (scores * head_dim**-0.5).softmax(-1)
-        else:
-            features = FEATURE_MAPS[attention.feature_map]
-            similarity = features.query(query) @ features.key(key).mT
-            weights = similarity / similarity.sum(-1, keepdim=True).clamp_min(
-                torch.finfo(dtype).tiny
-            )
-        entropy = torch.special.entr(weights).sum(-1) / math.log(max(tokens, 2))
-        if attention.attention == 'softmax' or attention.feature_map not in NORM_AWARE:
-            return AttentionSample(entropy, None)
-        return AttentionSample(entropy, torch.linalg.vector_norm(query, dim=-1).tanh())
+            query = apply_rotary(query, (cos[picks], sin[picks]))
+            key = apply_rotary(key, rotary)
+        heads = Heads(query[None], key[None], feature_map, scale=head_dim**-0.5)
+        found = entropy(attention_weights(heads, torch.arange(len(picks), device=x.device)))
+        if feature_map not in NORM_AWARE:
+            return AttentionSample(found, None)
+        return AttentionSample(found, torch.linalg.vector_norm(query, dim=-1).tanh())
 
 
 @HOOKS.register_module(force=True)
