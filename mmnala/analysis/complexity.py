@@ -243,7 +243,7 @@ def draw(rows: Sequence[Mapping[str, Any]]) -> Figure:
         left = [a + b for a, b in zip(left, parts, strict=True)]
     axes[0, 1].set_xticks(
         range(len(stages)),
-        ['stem, head' if stage == OUTSIDE else f'stage {stage}' for stage in stages],
+        ['outside' if stage == OUTSIDE else f'stage {stage}' for stage in stages],
     )
     axes[0, 1].legend(fontsize=7)
     axes[0, 1].grid(axis='y', alpha=0.3)
