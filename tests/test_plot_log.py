@@ -165,6 +165,11 @@ def test_pictures_show_the_log(runs):
     assert png(draw_classes(logs))[:8] == b'\x89PNG\r\n\x1a\n'
 
 
+def test_a_run_that_logged_nothing_is_named(runs):
+    with pytest.raises(InputError, match='no scalar was logged'):
+        draw_curves([read_run(run) for run in runs], [])
+
+
 def test_tables_have_every_value(runs):
     logs = [read_run(folder) for folder in runs]
     rows = list(csv.DictReader(curves_csv(logs).decode().splitlines()))

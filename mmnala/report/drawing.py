@@ -11,6 +11,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
+from ..engine.errors import InputError
 from .log import RunLog
 
 # What is drawn if it is logged: loss, learning rate, the usual metrics, AttentionMonitorHook's.
@@ -28,7 +29,13 @@ def usual_curves(runs: Iterable[RunLog]) -> list[str]:
 
 
 def draw_curves(runs: Sequence[RunLog], names: Sequence[str], columns: int = 3) -> Figure:
-    """A panel for each curve, with all runs in it over the iterations."""
+    """A panel for each curve, with all runs in it over the iterations.
+
+    Raises:
+        InputError: If there is no curve, as of a run that was shorter than its logging interval.
+    """
+    if not names:
+        raise InputError('no scalar was logged (default_hooks.logger.interval says how often)')
     columns = min(columns, len(names))
     rows = -(-len(names) // columns)
     figure = Figure(
