@@ -108,13 +108,14 @@ def test_core_requires_no_openmmlab_distribution(metadata):
 
 def test_extras_hold_one_family_each(metadata):
     families = {'onedl', 'openmmlab', 'onedl-mmpretrain', 'mmpretrain'}
-    tasks = {'cityscapes', 'export', 'dev'}
+    tasks = {'analysis', 'cityscapes', 'export', 'dev'}
     assert set(metadata.get_all('Provides-Extra')) == families | tasks
     assert requirements(metadata, 'onedl') == ONEDL
     assert requirements(metadata, 'openmmlab') == OPENMMLAB
     for name in ('onedl-mmpretrain', 'mmpretrain'):
         assert requirements(metadata, name) == {name}
     assert requirements(metadata, 'export') == {'onnx', 'onnxruntime', 'onnxscript'}
+    assert requirements(metadata, 'analysis') == {'jinja2', 'matplotlib', 'scipy'}
     assert requirements(metadata, 'cityscapes') == {'cityscapesscripts'}
     assert requirements(metadata, 'dev') == {'pytest', 'ruff', 'mypy'}
 

@@ -24,6 +24,7 @@ from .. import timm_models  # noqa: F401, registers nalaformer_*
 from ..checkpoint.files import local_file, read_checkpoint
 from ..engine.errors import InputError
 from ..engine.model_check import check_model
+from ..engine.testing import type_name, without_annotations
 from ..engine.tools import CfgOptions, check_weights, load_config
 
 TIMM = 'timm:'
@@ -248,7 +249,7 @@ def _read_rgb(path: Path) -> Image.Image:
 def _run_pipeline(cfg: Config, model: Any, path: Path) -> Picture:
     """The config's own test pipeline, without annotations, and the model's data preprocessor."""
     size = _read_rgb(path).size[::-1]
-    transforms = [t for t in _test_dataset(cfg).pipeline if not _matches(t, r'Load\w*Annotations')]
+    transforms = without_annotations(_test_dataset(cfg).pipeline)
     packed = Compose(transforms)(dict(img_path=str(path), img_id=0, ori_shape=size))
     if not isinstance(packed, dict) or not isinstance(packed.get('inputs'), Tensor):
         raise InputError('test_dataloader: its pipeline gives no single image as inputs')
@@ -256,16 +257,10 @@ def _run_pipeline(cfg: Config, model: Any, path: Path) -> Picture:
     batch = dict(inputs=[packed['inputs']], data_samples=[packed['data_samples']])
     with torch.no_grad():
         tensor = model.data_preprocessor(batch, training=False)['inputs']
-    cropped = any(_matches(t, r'\w*Crop\w*') for t in transforms)
+    cropped = any('Crop' in type_name(transform) for transform in transforms)
     return Picture(
         path.stem, tensor, image.to(torch.uint8).contiguous().numpy(), None if cropped else size
     )
-
-
-def _matches(transform: Any, pattern: str) -> bool:
-    kind = transform['type']
-    name = kind if isinstance(kind, str) else kind.__name__
-    return re.fullmatch(pattern, name.rsplit('.')[-1]) is not None
 
 
 def _test_dataset(cfg: Config) -> Any:
