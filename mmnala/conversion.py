@@ -254,11 +254,14 @@ def _add_angles(
                 )
             result.sources[_angle_name(stage)] = found.sources[_angle_name(stage)]
         else:
-            if num_heads is not None:
-                heads = num_heads[stage]
-            elif names:
-                heads = ARCHS[names[0]]['num_heads'][stage]
-            else:
+            known = ARCHS[names[0]]['num_heads'][stage] if names else None
+            if names and num_heads is not None and num_heads[stage] != known:
+                raise ValueError(
+                    f'num_heads must be {known} in stage {stage}, as of NaLaFormer '
+                    f'{names[0].upper()}, whose sizes the file has, got {list(num_heads)}'
+                )
+            heads = num_heads[stage] if num_heads is not None else known
+            if heads is None:
                 raise RuntimeError(
                     f'the number of heads is not in the file, and its channels {channels} and '
                     f'depths {arch["depths"]} are no variant of {list(ARCHS)}: give num_heads'

@@ -3,6 +3,7 @@
 import hashlib
 import http.server
 import pickle
+import re
 import shutil
 import threading
 from pathlib import Path
@@ -12,11 +13,12 @@ import pytest
 import torch
 from conftest import DATA
 from mmengine.model import PretrainedInit
-from mmengine.runner.checkpoint import save_checkpoint
+from mmengine.runner.checkpoint import load_checkpoint, save_checkpoint
 from safetensors.torch import save_file
 
 from mmnala import NaLaFormer
 from mmnala.checkpoint import from_release, read_checkpoint
+from mmnala.checkpoint.files import CheckpointError, pack_checkpoint
 
 
 def build(golden, checkpoint=None, prefix=None, **kwargs) -> NaLaFormer:
@@ -105,7 +107,7 @@ def test_other_spellings_are_as_strict(micro, tmp_path, kind):
     init_cfg = dict(type=kind, checkpoint=str(tmp_path / 'foreign.pth'))
     model = NaLaFormer(micro.arch, init_cfg=init_cfg)
     for _ in range(2):  # a second call does not pass over the failure
-        with pytest.raises(RuntimeError, match=r'does not fit.*\n.*missing'):
+        with pytest.raises(RuntimeError, match='does not fit.*holds no NaLaFormer.* foreign$'):
             model.init_weights()
 
 
@@ -213,16 +215,73 @@ def test_no_memory_for_more_than_the_file_holds(tmp_path):
     assert torch.equal(read_checkpoint(whole)['w'], torch.zeros(1000))
 
 
+def test_one_changed_byte_in_an_archive(micro, micro_release):
+    content = bytearray(micro_release.read_bytes())
+    weights = micro['state.layers.0.blocks.0.attn.qkvg.weight'].numpy().tobytes()
+    spot = content.index(weights) + 5
+    content[spot] ^= 1
+    micro_release.write_bytes(content)
+    torch.load(micro_release, weights_only=False)  # which does not notice
+    with pytest.raises(
+        RuntimeError, match=r'is truncated or no .* its part \w+/data/\d+ is damaged \(wrong check'
+    ):
+        build(micro, micro_release)
+    content[spot] ^= 1
+    micro_release.write_bytes(content)
+    build(micro, micro_release)
+
+
+def test_metadata_of_safetensors(tmp_path):
+    path, state = tmp_path / 'a.safetensors', {'w': torch.arange(3.0)}
+    meta = dict(cfg='model = 1', dataset_meta=dict(classes=('a', 'b')))
+    path.write_bytes(pack_checkpoint(state, path, 'state_dict', meta))
+    content = read_checkpoint(path)
+    assert content['meta'] == dict(cfg='model = 1', dataset_meta=dict(classes=['a', 'b']))
+    assert content.keys() == {'state_dict', 'meta'} and content['state_dict'].keys() == {'w'}
+    assert torch.equal(content['state_dict']['w'], state['w'])
+    for other in (None, {'meta': 'text'}, {'meta': '[1]'}):
+        save_file(state, path, metadata=other)
+        assert read_checkpoint(path).keys() == {'w'}
+
+
+def test_mmengine_loads_safetensors(tmp_path, server):
+    state = torch.nn.Linear(2, 3).state_dict()
+    model = torch.nn.Linear(2, 3)
+    path = tmp_path / 'served' / 'a.safetensors'
+    path.write_bytes(pack_checkpoint(state, path, 'state_dict', dict(epoch=3)))
+    for name in (str(path), path.as_uri(), f'{server}a.safetensors'):
+        torch.nn.init.zeros_(model.weight)
+        assert load_checkpoint(model, name)['meta'] == dict(epoch=3)
+        assert torch.equal(model.weight, state['weight'])
+
+
 def test_foreign_files(micro, tmp_path):
     (tmp_path / 'image.pth').write_bytes(b'\x89PNG\r\n' * 100)
     torch.save([1, 2], tmp_path / 'list.pth')
     torch.jit.script(torch.nn.Linear(2, 2)).save(tmp_path / 'script.pth')
-    for name in ('image.pth', 'list.pth', 'script.pth'):
+    torch.save(torch.zeros(2), tmp_path / 'tensor.pth')
+    for name in ('image.pth', 'script.pth'):
         with pytest.raises(RuntimeError, match=f'{name}.* is truncated or no checkpoint'):
             build(micro, tmp_path / name)
     torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / 'other.pth')
-    with pytest.raises(RuntimeError, match=r'other.pth.*does not fit.*\n.*missing'):
+    for name, kind in (('list.pth', 'list'), ('tensor.pth', 'Tensor')):
+        with pytest.raises(
+            RuntimeError, match=f"{name}': expected a dict with weights, it holds a {kind}$"
+        ):
+            build(micro, tmp_path / name)
+    with pytest.raises(
+        RuntimeError, match=r'other.pth.*holds no NaLaFormer, its names are weight, bias$'
+    ):
         build(micro, tmp_path / 'other.pth')
+    for content in ({}, dict(state_dict={}), dict(state_dict={}, meta={})):
+        torch.save(content, tmp_path / 'empty.pth')
+        with pytest.raises(RuntimeError, match=r'empty.pth.*: empty state dict$'):
+            build(micro, tmp_path / 'empty.pth')
+    for init_cfg in (dict(type='Pretrained'), dict(type='Pretrained', checkpoint=None)):
+        with pytest.raises(
+            RuntimeError, match=r'^init_cfg\.checkpoint must be a file or URL, got None$'
+        ):
+            NaLaFormer(micro.arch, init_cfg=init_cfg).init_weights()
     torch.save({1: torch.zeros(2)}, tmp_path / 'keys.pth')
     with pytest.raises(RuntimeError, match='names that are no strings'):
         build(micro, tmp_path / 'keys.pth')
@@ -317,12 +376,54 @@ def test_file_url(micro, micro_release, tmp_path):
         build(micro, (tmp_path / 'absent-12345678.pth').as_uri())
 
 
-def test_averages_are_not_mixed_in(micro, tmp_path):
+def test_the_hash_in_a_local_files_name(micro, micro_release, tmp_path):
+    digest = hashlib.sha256(micro_release.read_bytes()).hexdigest()
+    wrong = f'{digest[:7]}{"a" if digest[7] != "a" else "b"}'
+    good = [f'm-{digest[:8]}.pth', f'm-{digest}.pth', 'm-20260131.pth', 'm-00000010.pth']
+    good += [f'm-{wrong[:7]}.pth', f'm-{wrong}x.pth', f'm-{wrong.upper()}.pth', f'{wrong}.pth']
+    for name in good:
+        shutil.copy(micro_release, tmp_path / name)
+        model = build(micro, tmp_path / name)
+        assert torch.equal(stem(model), micro['state.patch_embed.proj.0.weight'])
+    shutil.copy(micro_release, tmp_path / f'm-{wrong}.pth')
+    with pytest.raises(
+        CheckpointError, match=f'm-{wrong}.pth\': invalid hash value .*"{wrong}", got "{digest}"'
+    ):
+        build(micro, tmp_path / f'm-{wrong}.pth')
+
+
+@pytest.mark.parametrize(
+    ('keys', 'averaged'),
+    [
+        ('model model_ema', False),
+        ('state_dict state_dict_ema', True),
+        ('ema_state_dict state_dict', True),
+        ('model', None),
+    ],
+)
+def test_averages_are_not_mixed_in(micro, tmp_path, monkeypatch, keys, averaged):
+    """The weights that the project's own loader takes, and which they are in the log."""
+    lines = []
+    monkeypatch.setattr('mmnala.checkpoint.loading.print_log', lambda line, **_: lines.append(line))
     state = micro.under('state.')
-    torch.save(
-        dict(model=state, model_ema={k: v + 1 for k, v in state.items()}), tmp_path / 'a.pth'
-    )
-    assert torch.equal(stem(build(micro, tmp_path / 'a.pth')), state['patch_embed.proj.0.weight'])
+    other = {k: v if 'RoPE' in k else v + 1 for k, v in state.items()}
+    torch.save(dict(zip(keys.split(), (state, other), strict=False)), tmp_path / 'a.pth')
+    loaded = stem(build(micro, tmp_path / 'a.pth'))
+    assert torch.equal(loaded, state['patch_embed.proj.0.weight'] + bool(averaged))
+    which = {None: '', True: ' averaged (EMA)', False: ' trained, not averaged'}[averaged]
+    assert re.match(rf'Loaded \d+{re.escape(which)} backbone tensors', lines[0])
+
+
+def test_another_variants_file_is_named(tmp_path):
+    torch.save(NaLaFormer('xt', out_norm=False).state_dict(), tmp_path / 'xt.pth')
+    model = NaLaFormer('t', init_cfg=dict(type='Pretrained', checkpoint=str(tmp_path / 'xt.pth')))
+    with pytest.raises(CheckpointError) as caught:
+        model.init_weights()
+    message = str(caught.value)
+    start = f"checkpoint '{tmp_path}/xt.pth' does not fit the backbone: the file is NaLaFormer XT; "
+    assert message.startswith(start) and '\n' not in message
+    missing = re.search(r'missing \((\d+)\): (.*?) and (\d+) more; shapes', message)
+    assert missing[2].count(',') == 5 and int(missing[1]) == int(missing[3]) + 6
 
 
 def test_other_heads_than_the_releases_are_an_error(micro, micro_release):

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from toy import TOOLS
 
 from mmnala import NaLaFormer
+from mmnala.backbones.nalaformer import ARCHS
 from mmnala.checkpoint import from_release
 from mmnala.checkpoint.files import write_new
 from mmnala.checkpoint.layouts import find_state_dict, release_angle, sort_weights
@@ -25,6 +26,7 @@ from mmnala.conversion import convert, infer_arch, variants
 
 HEADS = ['--num-heads', '1', '2', '3', '4']
 MICRO = Golden('nalaformer_micro')
+XT_HEADS = ARCHS['xt']['num_heads']
 
 
 def classifier(state) -> dict[str, torch.Tensor]:
@@ -169,7 +171,7 @@ def test_report_names_what_was_mapped_dropped_and_missing(tool, tmp_path):
     (dropped,) = (line for line in lines if line.startswith('dropped'))
     assert dropped.startswith(f'dropped {len(left)}: ')
     assert sorted(dropped.split(': ')[1].split(', ')) == sorted(left)
-    assert lines[-1] == 'missing 0'
+    assert lines[-1] == 'missing 0' and not any(line.startswith('weights:') for line in lines)
 
     finished = tool(tmp_path / 'out.pth', tmp_path / 'back.pth', '--to', 'release', *HEADS)
     lines = finished.output.splitlines()
@@ -202,7 +204,7 @@ def ema_contents() -> dict[str, dict]:
 @pytest.mark.parametrize('option', ['--ema', '--no-ema', None])
 def test_averaged_weights(tool, tmp_path, kind, option):
     content = ema_contents()[kind]
-    averaged = option == '--ema' or (option is None and kind == 'mmengine')
+    averaged = option == '--ema' or (option is None and kind != 'release')
     if kind == 'release':  # its buffers stay what they are
         for name in RELEASE:
             if 'RoPE' in name:
@@ -211,6 +213,8 @@ def test_averaged_weights(tool, tmp_path, kind, option):
     options = [option] if option else []
     finished = tool(tmp_path / 'in.pth', tmp_path / 'out.pth', '--to', 'timm', *options)
     assert finished.code == 0, finished.error
+    which = 'averaged (EMA)' if averaged else 'trained, not averaged'
+    assert f'weights: {which}' in finished.output.splitlines()
     expected = {k: v + 1 for k, v in CLASSIFIER.items()} if averaged else CLASSIFIER
     assert same(read(tmp_path / 'out.pth'), expected)
 
@@ -229,7 +233,8 @@ def test_whole_models_and_prefix(tool, tmp_path):
         finished = tool(source, out, '--to', 'backbone', *options)
         assert same(read(out), BACKBONE | norms), finished.error
         assert 'dropped 1: decode_head.conv_seg.weight' in finished.output
-    finished = tool(source, tmp_path / 'timm.pth', '--to', 'timm')
+        assert finished.output.splitlines()[-1] == 'dropped beside the weights: meta'
+    finished = tool(source.as_uri(), tmp_path / 'timm.pth', '--to', 'timm')
     assert same(read(tmp_path / 'timm.pth'), {f'backbone.{k}': v for k, v in BACKBONE.items()})
     assert 'dropped 9: decode_head.conv_seg.weight, backbone.norm0.weight' in finished.output
     assert 'missing 9: neck.proj.weight' in finished.output
@@ -300,6 +305,12 @@ def test_unknown_names_are_refused_or_dropped(tool, tmp_path, state, name):
         (CLASSIFIER, '--to release --num-heads 1 2 3', 'num_heads must be one number a stage'),
         (CLASSIFIER, '--to release --num-heads 1 2 3 5', 'num_heads must be one number a stage'),
         (RELEASE, '--to release --num-heads 1 1 3 4', 'num_heads must be 2 in stage 1'),
+        (
+            {k: v.clone() for k, v in NaLaFormer('xt', out_norm=False).state_dict().items()},
+            f'--to release --num-heads {" ".join(map(str, XT_HEADS[:3]))} {XT_HEADS[3] // 2}',
+            f'num_heads must be {XT_HEADS[3]} in stage 3, as of NaLaFormer XT, whose sizes',
+        ),
+        ({}, '--to timm', 'in.pth: empty state dict'),
         (RELEASE, '--to timm --num-heads 1 2 3 4', 'num_heads is for the release layout'),
     ],
 )

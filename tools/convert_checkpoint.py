@@ -5,7 +5,8 @@ import re
 from collections import Counter
 
 from mmnala.checkpoint import read_checkpoint
-from mmnala.checkpoint.files import check_target, pack_checkpoint, write_new
+from mmnala.checkpoint.files import check_target, local_file, pack_checkpoint, write_new
+from mmnala.checkpoint.layouts import AVERAGES, TRAINED, WEIGHTS, takes_averages
 from mmnala.conversion import LAYOUTS, Conversion, convert
 from mmnala.engine.tools import fail
 
@@ -15,7 +16,9 @@ OTHER_WORDS = {'mmpretrain': 'classifier', 'timm': 'classifier'}
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        'input', help='checkpoint of any layout, also of an mmseg, mmdet, mmpretrain or timm model'
+        'input',
+        help='checkpoint of any layout, a file or URL, also of an mmseg, mmdet, mmpretrain or timm '
+        'model',
     )
     parser.add_argument(
         'output', help='new file, in the format that its ending names: .pth or .safetensors'
@@ -34,7 +37,7 @@ def parse_args() -> argparse.Namespace:
         '--ema',
         action=argparse.BooleanOptionalAction,
         help='take the averaged or the trained weights (default: as the loaders of each project, '
-        'trained of the release and timm, averaged of mmengine)',
+        'trained of the release, averaged of timm and mmengine)',
     )
     parser.add_argument(
         '--num-heads',
@@ -78,7 +81,7 @@ def main() -> None:
     args = parse_args()
     layout = OTHER_WORDS.get(args.to, args.to)
     check_target(args.output)
-    content = read_checkpoint(args.input)
+    content = read_checkpoint(local_file(args.input))
     try:
         result = convert(content, layout, args.prefix, args.ema, args.num_heads, args.allow_unknown)
     except RuntimeError as error:
@@ -86,7 +89,12 @@ def main() -> None:
     key = 'model' if layout == 'release' else 'state_dict'
     write_new(args.output, pack_checkpoint(result.state, args.output, key))
     print(f'{args.input} ({result.layout}) -> {args.output} ({layout})')
+    if (averaged := takes_averages(content, args.ema)) is not None:
+        print(f'weights: {"averaged (EMA)" if averaged else "trained, not averaged"}')
     report(result)
+    parts = {*WEIGHTS, *AVERAGES, TRAINED} & content.keys()
+    if parts and (others := [str(key) for key in content if key not in parts]):
+        print(f'dropped beside the weights: {", ".join(others)}')
 
 
 if __name__ == '__main__':

@@ -452,7 +452,8 @@ class NaLaFormer(BaseModule):
         self.init_cfg = init_cfg
         try:
             for cfg in pretrained:
-                load_pretrained(self, **{k: v for k, v in cfg.items() if k != 'type'})
+                arguments = {k: v for k, v in cfg.items() if k not in ('type', 'checkpoint')}
+                load_pretrained(self, cfg.get('checkpoint'), **arguments)
         except Exception:
             self._is_init = False  # a second call must not pass over it
             raise

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import pickle
+import re
 import tempfile
 import uuid
 import zipfile
@@ -17,7 +18,7 @@ from urllib.parse import urlparse
 from urllib.request import url2pathname
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.hub import HASH_REGEX, download_url_to_file, get_dir
@@ -33,6 +34,12 @@ _TRUSTED = {
 
 
 ENDINGS = ('.pth', '.safetensors')
+# Digits alone may be a date or a counter: of a name that nobody served, they are no hash.
+_LOCAL_HASH = re.compile(r'-(?=[0-9]*[a-f])([0-9a-f]{8,})\.')
+
+
+class CheckpointError(RuntimeError):
+    """A file that is no checkpoint, or none of this model; the message is one line."""
 
 
 class _Inert:
@@ -94,55 +101,87 @@ def read_checkpoint(path: str | os.PathLike, map_location: Any = 'cpu') -> dict[
 
     Returns:
         The file's top-level dict. Objects that are neither tensors nor builtin values are replaced
-        by inert stand-ins.
+        by inert stand-ins. Of safetensors it is the tensors by name or, if :func:`pack_checkpoint`
+        wrote ``meta`` with them, the dict of ``state_dict`` and ``meta``.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        RuntimeError: If the file is truncated or no checkpoint.
+        CheckpointError: A RuntimeError: the file is truncated, damaged or no checkpoint.
     """
     path = os.path.expanduser(path)
     if not os.path.isfile(path):
         raise FileNotFoundError(f'checkpoint must be an existing file, got {path!r}')
     try:
         if path.endswith('.safetensors'):
-            return load_file(path, device=str(map_location or 'cpu'))
-        if zipfile.is_zipfile(path) and any(
-            name.endswith('/constants.pkl') for name in zipfile.ZipFile(path).namelist()
-        ):
-            raise pickle.UnpicklingError('a TorchScript archive holds code, not only weights')
+            return _read_safetensors(path, str(map_location or 'cpu'))
+        check_archive(path)
         pickle_module = _tensor_pickle(os.path.getsize(path))
         content = torch.load(
             path, map_location=map_location, pickle_module=pickle_module, weights_only=False
         )
-        if not isinstance(content, dict):
-            raise pickle.UnpicklingError(f'it holds a {type(content).__name__}, not a dict')
     # Damaged bytes surface as almost any exception, depending on where the damage lies.
     except (Exception, SafetensorError) as error:
         message = f'{type(error).__name__}: {error}'
-        raise RuntimeError(
+        raise CheckpointError(
             f'checkpoint {path!r} is truncated or no checkpoint: {message}'
         ) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(
+            f'checkpoint {path!r}: expected a dict with weights, it holds a '
+            f'{type(content).__name__}'
+        )
     return content
 
 
+def check_archive(path: str | os.PathLike) -> None:
+    """Check what :func:`torch.load` passes over in a zip archive; other files pass.
+
+    Raises:
+        pickle.UnpicklingError: If a part has not the checksum that the archive gives, or if it is
+            TorchScript.
+    """
+    if not zipfile.is_zipfile(path):
+        return
+    with zipfile.ZipFile(path) as archive:
+        if any(name.endswith('/constants.pkl') for name in archive.namelist()):
+            raise pickle.UnpicklingError('a TorchScript archive holds code, not only weights')
+        if damaged := archive.testzip():
+            raise pickle.UnpicklingError(f'its part {damaged} is damaged (wrong checksum)')
+
+
+def _read_safetensors(path: str, device: str) -> dict[str, Any]:
+    state: dict[str, Any] = load_file(path, device=device)
+    with safe_open(path, 'pt') as file:
+        text = (file.metadata() or {}).get('meta', '')
+    try:
+        meta = json.loads(text)
+    except ValueError:
+        return state  # another program's
+    return {'state_dict': state, 'meta': meta} if isinstance(meta, dict) else state
+
+
 def local_file(checkpoint: str) -> str:
-    """The local file of a path or URL, downloaded unless it is in torch.hub's cache."""
+    """The local file of a path or URL, downloaded unless it is in torch.hub's cache.
+
+    Raises:
+        CheckpointError: If it cannot be downloaded, or is not the file whose hash it has in its
+            name.
+    """
     url = urlparse(checkpoint)
-    if url.scheme == 'file':
-        path = url2pathname(url.path)
-        match = HASH_REGEX.search(os.path.basename(path))
-        if match and os.path.isfile(path):
-            with open(path, 'rb') as file:
-                digest = hashlib.sha256(file.read()).hexdigest()
-            if not digest.startswith(match[1]):
-                raise RuntimeError(
-                    f'checkpoint {checkpoint!r}: invalid hash value '
-                    f'(expected "{match[1]}", got "{digest}")'
-                )
-        return path
     if url.scheme in ('http', 'https'):
         return _download(checkpoint, os.path.basename(url.path))
-    return checkpoint
+    is_url = url.scheme == 'file'
+    path = url2pathname(url.path) if is_url else os.path.expanduser(checkpoint)
+    match = (HASH_REGEX if is_url else _LOCAL_HASH).search(os.path.basename(path))
+    if match and os.path.isfile(path):
+        with open(path, 'rb') as file:
+            digest = hashlib.sha256(file.read()).hexdigest()
+        if not digest.startswith(match[1]):
+            raise CheckpointError(
+                f'checkpoint {checkpoint!r}: invalid hash value '
+                f'(expected "{match[1]}", got "{digest}")'
+            )
+    return path
 
 
 def _download(url: str, name: str) -> str:
@@ -158,7 +197,7 @@ def _download(url: str, name: str) -> str:
                 read_checkpoint(part)  # torch.hub takes a broken connection for the file's end
             except (OSError, HTTPException, RuntimeError) as error:
                 message = str(error).replace(part, url)
-                raise RuntimeError(f'checkpoint {url!r}, downloading: {message}') from error
+                raise CheckpointError(f'checkpoint {url!r}, downloading: {message}') from error
             os.replace(part, path)
     return path
 

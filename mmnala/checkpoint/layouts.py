@@ -21,6 +21,11 @@ from torch import Tensor
 
 STEM = 'patch_embed.proj.0.weight'  # where this ends a name, a backbone begins
 _WRAPPERS = ('module.', '_orig_mod.', 'model.')  # data-parallel, torch.compile, timm's features
+# Where files hold weights: the averages beside the trained ones, and with mmengine, whose EMAHook
+# saves the averages as the model's, the trained ones beside the averages.
+WEIGHTS = ('state_dict', 'model')
+AVERAGES = ('state_dict_ema', 'model_ema')
+TRAINED = 'ema_state_dict'
 _CLASSIFIER = ('neck.proj.', 'neck.norm.', 'head.fc.')
 _ANGLE = re.compile(r'layers\.(\d+)\.RoPE\.angle')
 
@@ -31,29 +36,45 @@ def find_state_dict(content: Mapping[str, Any], ema: bool | None = None) -> dict
     Args:
         content: The file's dict. Weights are looked for under ``state_dict`` (OpenMMLab, timm),
             ``model`` (the release) and at the top level.
-        ema: None takes those that the projects' own loaders take: of the release and timm, the
-            trained ones, and of mmengine, whose EMAHook saves the averages as ``state_dict`` and
-            the trained weights as ``ema_state_dict``, the averages. True takes the averages, False
-            the trained weights.
+        ema: True takes the averages (EMA), False the trained weights, None what
+            :func:`takes_averages` says.
 
     Raises:
-        RuntimeError: If ``ema`` is True and there are no averages, or names are no strings.
+        RuntimeError: If ``ema`` is True and there are no averages, if there are no weights at all,
+            or if names are no strings.
     """
 
     def part(*keys: str) -> Mapping[str, Any] | None:
         return next((content[k] for k in keys if isinstance(content.get(k), Mapping)), None)
 
-    state = part('state_dict', 'model') or content
-    averages, raw = part('model_ema', 'state_dict_ema'), part('ema_state_dict')
-    if ema:
-        if averages is None and raw is None:
-            raise RuntimeError(f'it holds no averaged weights (EMA); it has {shorten(content)}')
-        state = averages or state
-    elif ema is False and raw is not None:
+    state, averages, raw = part(*WEIGHTS), part(*AVERAGES), part(TRAINED)
+    averaged = takes_averages(content, ema)
+    if ema and averaged is None:
+        raise RuntimeError(f'it holds no averaged weights (EMA); it has {shorten(content)}')
+    if averaged and averages is not None:
+        state = averages
+    elif state is None:
+        state = content
+    elif averaged is False and raw is not None:
         state = {**state, **_under('module.', raw)}  # beside them stands a counter
+    if not state:
+        raise RuntimeError('empty state dict')
     if not all(isinstance(name, str) for name in state):
         raise RuntimeError('its state dict has names that are no strings')
     return dict(state)
+
+
+def takes_averages(content: Mapping[str, Any], ema: bool | None = None) -> bool | None:
+    """Whether :func:`find_state_dict` takes averaged weights; None of a file without averages.
+
+    By default they are those that the projects' own loaders take: the trained ones of the release
+    (``model`` beside ``model_ema``), the averages of timm (``state_dict_ema``) and of mmengine
+    (``state_dict`` beside ``ema_state_dict``).
+    """
+    beside = [key for key in (*AVERAGES, TRAINED) if isinstance(content.get(key), Mapping)]
+    if not beside:
+        return None
+    return beside != ['model_ema'] if ema is None else ema
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Loading checkpoints strictly into the backbone."""
+"""Loading checkpoints: strictly into the backbone, and safetensors wherever mmengine loads."""
 
 import os
 import re
@@ -6,43 +6,63 @@ from collections.abc import Mapping
 from typing import Any
 
 from mmengine.logging import print_log
+from mmengine.runner import CheckpointLoader
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
-from .files import local_file, read_checkpoint
-from .layouts import STEM, find_state_dict, is_angle, shorten, sort_weights
+from .files import CheckpointError, local_file, read_checkpoint
+from .layouts import (
+    STEM,
+    SortedWeights,
+    find_state_dict,
+    is_angle,
+    shorten,
+    sort_weights,
+    takes_averages,
+)
+
+
+# mmengine takes the first pattern that fits, in descending order: the second comes before the one
+# of all addresses.
+@CheckpointLoader.register_scheme((r'.*\.safetensors$', r'https?://.*\.safetensors$'), force=True)
+def load_from_safetensors(filename: str, map_location: Any = None) -> dict[str, Any]:
+    """What mmengine loads of a ``.safetensors`` file or URL, such as ``load_from`` names."""
+    return read_checkpoint(local_file(filename), map_location)
 
 
 def load_pretrained(
     model: nn.Module,
-    checkpoint: str | os.PathLike,
+    checkpoint: str | os.PathLike | None,
     prefix: str | None = None,
     map_location: Any = 'cpu',
 ) -> None:
     """Load a checkpoint's backbone weights into ``model``, strictly.
 
     All layouts of this module are accepted, and the larger models' files with or without
-    ``prefix``. Of a training checkpoint the weights are those of :func:`find_state_dict`. Knowingly
-    left out are all other parts of a larger model, the release's classifier and rotary buffers
-    (whose values must be the model's), stages behind the last one that ``model`` returns, and norms
-    of outputs it does not return; norms of its outputs that the file lacks keep their fresh values.
+    ``prefix``. Of a training checkpoint the weights are those of :func:`find_state_dict`; the log
+    says which where there are averages, too. Knowingly left out are all other parts of a larger
+    model, the release's classifier and rotary buffers (whose values must be the model's), stages
+    behind the last one that ``model`` returns, and norms of outputs it does not return; norms of
+    its outputs that the file lacks keep their fresh values.
 
     A model whose ``in_channels`` is not 3 takes a stem of 3 channels by timm's rule: for one
     channel their sum, for more their repetition, scaled by 3 / ``in_channels``.
 
     Args:
         model: A :class:`~mmnala.NaLaFormer`; untouched if an error is raised.
-        checkpoint: A local file or an http(s) or file URL; of a URL, a sha256 prefix in the file
-            name (``name-1a2b3c4d.pth``) is checked.
+        checkpoint: Must be given: a local file or an http(s) or file URL. A sha256 prefix in the
+            file name (``name-1a2b3c4d.pth``) is checked, of a local file if it is no mere number.
         prefix: Name of the backbone in a larger model's checkpoint, e.g. ``'backbone.'``; needed
             only where the file holds several.
         map_location: Where tensors are read to, as in :func:`torch.load`.
 
     Raises:
         FileNotFoundError: If the file does not exist.
-        RuntimeError: If it is no checkpoint, cannot be downloaded or has another hash, or if names
-            or shapes do not fit; all are listed.
+        CheckpointError: A RuntimeError: it is no checkpoint, cannot be downloaded or has another
+            hash, or names or shapes do not fit.
     """
+    if not isinstance(checkpoint, (str, os.PathLike)):
+        raise CheckpointError(f'init_cfg.checkpoint must be a file or URL, got {checkpoint!r}')
     checkpoint = os.fspath(checkpoint)
     content = read_checkpoint(local_file(checkpoint), map_location)
     try:
@@ -51,17 +71,19 @@ def load_pretrained(
         adapted = _adapt_stem(state, own)
         dropped = {k for k in state if k not in own and _is_unbuilt(k, model)}
         kept = {k: v for k, v in state.items() if k not in dropped}
-        _check_fit(kept, own)
+        _check_fit(kept, own, _other_variant(found, own))
         _check_angles(found.angles, model)
     except RuntimeError as error:
-        raise RuntimeError(
+        raise CheckpointError(
             f'checkpoint {checkpoint!r} does not fit the backbone: {error}'
         ) from None
     model.load_state_dict(kept, strict=False)
     fresh = [k for k in own if k not in kept]
     left = sorted(dropped) + [k for k in found.tensors if not k.startswith('backbone.')]
+    averaged = takes_averages(content)
+    which = '' if averaged is None else ' averaged (EMA)' if averaged else ' trained, not averaged'
     print_log(
-        f'Loaded {len(kept)} backbone tensors from {checkpoint}{adapted}; '
+        f'Loaded {len(kept)}{which} backbone tensors from {checkpoint}{adapted}; '
         f'fresh: {shorten(fresh)}; left out: {shorten(left + found.others)}',
         logger='current',
     )
@@ -105,7 +127,21 @@ def _is_unbuilt(name: str, model: nn.Module) -> bool:
     return stage > last or (stage == last and match[2] is not None)
 
 
-def _check_fit(state: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
+def _other_variant(found: SortedWeights, own: Mapping[str, Tensor]) -> str:
+    """The variants whose sizes the file has, unless they may be the model's, too."""
+    from ..conversion import infer_arch, variants  # it knows the variants, which load by this
+
+    try:
+        names, ours = (variants(infer_arch(each)) for each in (found, sort_weights(own)))
+    except RuntimeError:
+        return ''
+    return '' if set(names) & set(ours) else ' or '.join(name.upper() for name in names)
+
+
+def _check_fit(state: Mapping[str, Any], own: Mapping[str, Tensor], variant: str) -> None:
+    """Fail unless names and shapes are ``own``; ``variant`` is the file's if it is another."""
+    if not state.keys() & own.keys():
+        raise RuntimeError(f'it holds no NaLaFormer, its names are {shorten(state)}')
     problems = []
     missing = [k for k in own if k not in state and not re.match(r'norm\d+\.', k)]
     unexpected = [k for k in state if k not in own]
@@ -116,6 +152,8 @@ def _check_fit(state: Mapping[str, Any], own: Mapping[str, Tensor]) -> None:
     ]
     for kind, names in (('missing', missing), ('unexpected', unexpected), ('shapes', wrong)):
         if names:
-            problems.append(f'\n  {kind} ({len(names)}): ' + ', '.join(names))
+            problems.append(f'{kind} ({len(names)}): {shorten(names)}')
     if problems:
-        raise RuntimeError(''.join(problems))
+        raise RuntimeError(
+            '; '.join([f'the file is NaLaFormer {variant}'] * bool(variant) + problems)
+        )
