@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import runpy
 import shutil
 from collections import OrderedDict
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from conftest import Golden
 from safetensors import safe_open
 from safetensors.torch import load_file
-from toy import run_tool, weights, write_scenes, write_segmentation_config
+from toy import TOOLS, run_tool, weights, write_scenes, write_segmentation_config
 
 from mmnala import NaLaFormer, __version__
 from mmnala.checkpoint import from_release
@@ -106,6 +107,17 @@ def test_a_trained_segmentor(trained, tmp_path):
     assert again.code == 1
     assert re.search(rf'^error: {file.name} exists already', again.output, re.M)
 
+    # As safetensors and back.
+    safe, _ = publish(tmp_path, trained, 'seg.safetensors')
+    assert scores(config, safe, tmp_path) == measured
+    resumed = run_tool('train.py', config, '--resume', safe, cwd=tmp_path)
+    assert resumed.code == 1
+    assert f'error: --resume {safe}: not a checkpoint of an mmengine training' in resumed.output
+    back, _ = publish(tmp_path, safe, 'back.pth')
+    content = torch.load(back, weights_only=True)
+    assert content['meta'] == json.loads(json.dumps(meta))
+    assert all(torch.equal(v, before[k]) for k, v in content['state_dict'].items())
+
 
 def test_no_log_no_metrics(trained, tmp_path):
     shutil.copy(trained, tmp_path / 'moved.pth')
@@ -141,7 +153,23 @@ def test_a_variant_as_classifier(tmp_path):
         '## Config\n\nNot in the checkpoint.',
     ):
         assert text in page
-    assert 'load_from' not in page  # mmengine reads no safetensors
+    assert f"load_from = '{file.name}'" in page
+
+
+@pytest.mark.parametrize(
+    ('version', 'shown'),
+    [
+        ('0.10.12' + '1a2b3c4d5e' * 4, '0.10.12'),
+        ('0.10.12' + '0123456789' * 4, '0.10.12'),
+        ('0.10.12unknown', '0.10.12'),
+        ('0.10.12', '0.10.12'),
+        ('2.0.0rc1', '2.0.0rc1'),
+    ],
+)
+def test_versions_without_git_hash(version, shown):
+    card = runpy.run_path(str(TOOLS / 'publish_model.py'))['model_card']
+    page = card(Path('a.pth'), RELEASE, dict(mmengine_version=version), {}, '', '')
+    assert f'| versions | mmengine {shown} |' in page.splitlines()
 
 
 @pytest.mark.parametrize(
@@ -194,6 +222,7 @@ def test_release_and_image_channels(tmp_path):
         (dict(model=RELEASE), 'there.pth', 'there.pth exists already'),
         (dict(model=RELEASE), 'v-0.1.pth', "v-0.1.pth: choose a name without '-0.'"),
         (dict(state_dict={'fc.weight': torch.ones(1)}), 'out.pth', 'in.pth: it holds no NaLaF'),
+        (dict(state_dict={}), 'out.pth', 'in.pth: empty state dict'),
         (dict(model={**RELEASE, 'extra': 'text'}), 'out.pth', 'in.pth: no tensors: extra'),
         (b'PK\x03\x04 damaged', 'out.pth', "checkpoint 'in.pth' is truncated or no checkpoint"),
     ],

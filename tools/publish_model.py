@@ -4,6 +4,7 @@ import argparse
 import ast
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,13 +16,13 @@ from mmnala import __version__
 from mmnala.backbones.nalaformer import ARCH_WORDS
 from mmnala.checkpoint import read_checkpoint
 from mmnala.checkpoint.files import check_target, pack_checkpoint, write_new
-from mmnala.checkpoint.layouts import STEM, find_state_dict, sort_weights
+from mmnala.checkpoint.layouts import STEM, find_state_dict, sort_weights, takes_averages
 from mmnala.conversion import infer_arch, variants
 from mmnala.engine.tools import fail
 
 BUFFERS = ('.running_mean', '.running_var', '.num_batches_tracked', '.RoPE.angle')
 NO_METRICS = ('data_time', 'time', 'step')
-EMA = ('model_ema', 'state_dict_ema', 'ema_state_dict')
+GIT_HASH = re.compile(r'([0-9a-f]{40}|unknown)$')  # behind mmengine's own version
 
 
 def parse_args() -> argparse.Namespace:
@@ -36,7 +37,7 @@ def parse_args() -> argparse.Namespace:
         '--ema',
         action=argparse.BooleanOptionalAction,
         help='take the averaged or the trained weights (default: as the loaders of each project, '
-        'trained of the release and timm, averaged of mmengine)',
+        'trained of the release, averaged of timm and mmengine)',
     )
     return parser.parse_args()
 
@@ -130,7 +131,7 @@ def model_card(
     kind = f'NaLaFormer-{names[0].upper()}' if names else 'NaLaFormer'
     trained = ', '.join(f'{k} {meta[k]}' for k in ('epoch', 'iter') if meta.get(k))
     versions = ', '.join(
-        f'{name.removesuffix("_version")} {version}'
+        f'{name.removesuffix("_version")} {GIT_HASH.sub("", str(version))}'
         for name, version in meta.items()
         if isinstance(name, str) and name.endswith('_version')
     )
@@ -196,7 +197,7 @@ def model_card(
         + (f', prefix={prefix!r}))' if prefix else '))'),
         '```',
     ]
-    if file.suffix == '.pth' and prefix == 'backbone.':
+    if prefix == 'backbone.':
         lines += ['', 'As a whole, with its config:', '', '```python']
         lines += [f'load_from = {file.name!r}', '```']
     fc = found.tensors.get('head.fc.weight')
@@ -244,12 +245,11 @@ def main() -> None:
     if card.exists():
         raise FileExistsError(f'{card} exists already; move it or choose another name')
 
-    ema = [key for key in EMA if isinstance(content.get(key), Mapping)]
-    averaged = args.ema or (args.ema is None and 'ema_state_dict' in ema)
-    weights = 'averaged (EMA)' if averaged else 'not averaged' if ema else 'as in the checkpoint'
+    averaged = takes_averages(content, args.ema)
+    words = {None: 'as in the checkpoint', True: 'averaged (EMA)', False: 'not averaged'}
     # mmengine validates what it saves as state_dict.
-    metrics = find_metrics(Path(args.input), meta) if averaged or not ema else {}
-    page = model_card(file, state, meta, metrics, weights, digest)
+    metrics = find_metrics(Path(args.input), meta) if averaged is not False else {}
+    page = model_card(file, state, meta, metrics, words[averaged], digest)
     write_new(file, data)
     try:
         write_new(card, page.encode())
