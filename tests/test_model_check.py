@@ -87,6 +87,14 @@ HEAD = dict(type='UPerHead', in_channels=CHANNELS, in_index=[0, 1, 2, 3])
         (
             dict(
                 backbone=T,
+                neck=dict(type='mmpretrain.NaLaFormerNeck', in_channels=256),
+                head=dict(type='LinearClsHead', in_channels=1024),
+            ),
+            "model.neck.in_channels is 256, but NaLaFormer 't' gives 512",
+        ),
+        (
+            dict(
+                backbone=T,
                 neck=dict(type='mmpretrain.GlobalAveragePooling'),
                 head=dict(type='LinearClsHead', in_channels=1024),
             ),

@@ -260,6 +260,7 @@ def test_what_timms_training_script_passes():
         (dict(out_norm=True), TypeError, r"got \['out_norm'\]"),
         (dict(out_indices=(1, 2)), TypeError, 'out_indices goes with features_only=True'),
         (dict(feature_map='sine'), ValueError, "feature_map must be one of .*, got 'sine'"),
+        (dict(num_classes=-1), ValueError, 'num_classes must be an integer from 0 up, got -1'),
         (dict(global_pool=''), ValueError, "global_pool='' needs num_classes=0"),
         (dict(global_pool='median'), AssertionError, 'Invalid pool type: median'),
         (dict(head_hidden_size=0), ValueError, 'out_channels must be a positive integer, got 0'),
@@ -498,6 +499,16 @@ def test_checkpoints(kind, tmp_path):
     assert_equal(model(IMAGE), expected)
 
 
+@pytest.mark.parametrize('num_classes', [-1, '7', 2.0, None, True])
+def test_a_wrong_number_of_classes_leaves_the_classifier(num_classes):
+    model = create()
+    head = model.head
+    message = f'^num_classes must be an integer from 0 up, got {num_classes!r}$'
+    with pytest.raises(ValueError, match=message):
+        model.reset_classifier(num_classes, reset_other=True)
+    assert model.head is head and model.neck is not None and model.num_classes == 5
+
+
 def test_loading_is_strict():
     model = create()
     state = model.state_dict()
@@ -530,6 +541,13 @@ def test_pretrained_from_a_file(tmp_path):
 
     expected = outputs_of(trained)[1:3]
     assert_equal(pretrained(path, features_only=True, out_indices=(1, 2))(IMAGE), list(expected))
+
+
+def test_a_head_that_timm_would_not_take_is_an_error(tmp_path):
+    path = save(trained_model(), tmp_path, 'plain')
+    message = r"the model's 5 classes.* num_classes=1000 in .* give .*dict\(num_classes=5, \.\.\.\)"
+    with pytest.raises(RuntimeError, match=message):
+        create(pretrained=True, pretrained_cfg_overlay=dict(file=path))
 
 
 def test_pretrained_of_the_release(micro, tmp_path):

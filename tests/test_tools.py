@@ -176,6 +176,9 @@ def test_amp_on_a_gpu(segmentation, tmp_path):
             r'checkpoint no_buffers.pth lacks \d+ weights of the model: .*running_mean',
         ),
         ('list.pth', 'checkpoint list.pth: its state_dict is no dict of named weights'),
+        ('empty.pth', 'checkpoint empty.pth: empty state dict'),
+        ('damaged.pth', r'checkpoint damaged.pth: .*its part \w+/data/\d+ is damaged'),
+        ('text.safetensors', 'checkpoint text.safetensors: .*truncated or no checkpoint'),
         ('wider.pth', r'checkpoint wider.pth does not fit the model: .*\n.*conv_seg.bias'),
     ],
 )
@@ -189,6 +192,12 @@ def test_test_names_a_bad_checkpoint(segmentation, tmp_path, checkpoint, message
     bare = {k: v for k, v in weights(good).items() if '.running_' not in k}
     torch.save(dict(state_dict=bare), tmp_path / 'no_buffers.pth')
     torch.save(dict(state_dict=[1]), tmp_path / 'list.pth')
+    torch.save(dict(state_dict={}), tmp_path / 'empty.pth')
+    (tmp_path / 'text.safetensors').write_text('no checkpoint')
+    content = bytearray(good.read_bytes())
+    bias = weights(good)['decode_head.convs.0.conv.weight'].numpy().tobytes()
+    content[content.index(bias)] ^= 1
+    (tmp_path / 'damaged.pth').write_bytes(content)
     finished = run_tool('test.py', config, checkpoint, cwd=tmp_path)
     assert finished.code == 1
     assert re.search(f'^error: {message}', finished.output, re.M), finished.output
@@ -213,6 +222,39 @@ def test_test_names_a_bad_option(request, tmp_path, task, arguments, message):
     assert finished.code == 1
     assert re.search(f'^error: .*{message}', finished.output, re.M), finished.output
     assert 'Traceback' not in finished.output
+
+
+def test_a_folder_of_predictions_is_refused_before_a_classifier_is_built(tmp_path):
+    config = tmp_path / 'config.py'
+    config.write_text("default_scope = 'mmpretrain'\nmodel = dict(type='CannotBeBuilt')\n")
+    torch.save({}, tmp_path / 'w.pth')
+    finished = run_tool('test.py', config, 'w.pth', '--out', 'a/new', cwd=tmp_path)
+    assert finished.code == 1 and finished.output.splitlines()[-1] == (
+        'error: --out a/new: expected a name ending in .pkl or .pickle; a folder is for mmseg and '
+        "mmdet, the config's default_scope is mmpretrain"
+    )
+    assert not (tmp_path / 'a').exists()
+
+
+@pytest.mark.parametrize(
+    ('weights', 'message'),
+    [
+        ({'stem.weight': torch.zeros(3)}, 'it holds no NaLaFormer, its names are stem.weight'),
+        ({}, 'empty state dict'),
+    ],
+)
+@pytest.mark.parametrize('script', ['train.py', 'export.py'])
+def test_an_init_cfg_that_does_not_fit(segmentation, tmp_path, script, weights, message):
+    torch.save(weights, tmp_path / 'w.pth')
+    init_cfg = "model['backbone']['init_cfg'] = dict(type='Pretrained', checkpoint='w.pth')\n"
+    config = tmp_path / 'config.py'
+    config.write_text(segmentation[0].read_text() + init_cfg)
+    arguments = ['none', 'out.pt2'] if script == 'export.py' else []
+    finished = run_tool(script, config, *arguments, cwd=tmp_path)
+    assert finished.code == 1 and 'Traceback' not in finished.output
+    assert finished.output.splitlines()[-1].startswith(
+        f"error: checkpoint 'w.pth' does not fit the backbone: {message}"
+    )
 
 
 # Each case: the toolbox's config, lines added to it, the iteration in which the training is killed.

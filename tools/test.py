@@ -86,9 +86,14 @@ def is_pickle(out: str) -> bool:
     return out.endswith(('.pkl', '.pickle'))
 
 
-def claim(out: str) -> None:
+def claim(out: str, scope: str | None) -> None:
     """Fail unless --out can be written without losing or mixing results."""
     path = Path(out)
+    if not is_pickle(out) and scope not in ('mmseg', 'mmdet'):
+        fail(
+            f'--out {out}: expected a name ending in .pkl or .pickle; a folder is for mmseg and '
+            f"mmdet, the config's default_scope is {scope}"
+        )
     if path.suffix == '.json':
         fail(f'--out {out}: expected a name ending in .pkl or .pickle, or a folder')
     try:
@@ -171,11 +176,11 @@ def main() -> None:
         dataset = test_dataset(cfg)
         dataset.pipeline = without_annotations(dataset.pipeline)
     if args.out:
-        claim(args.out)
+        claim(args.out, cfg.get('default_scope'))
 
     runner = build_runner(cfg)
     if exported:
-        compute_by_onnx(runner.model, args.checkpoint)
+        compute_by_onnx(runner.model, args.checkpoint, cfg)
     else:
         check_weights(runner.model, checkpoint, args.checkpoint)
     del checkpoint

@@ -65,7 +65,9 @@ def _settings(model: Mapping[str, Any], channels: list[int]) -> Iterator[tuple[s
         given = _plain(neck.get('in_channels'))
         if isinstance(given, list) and _type_name(neck) not in _OTHER_NECKS:
             yield f'{path}.in_channels', given, channels
-        elif isinstance(given, int) and given not in channels:
+        elif isinstance(given, int) and (
+            given not in channels or _type_name(neck) == NaLaFormerNeck.__name__
+        ):
             yield f'{path}.in_channels', given, channels[-1]
         return  # whatever follows reads the neck
     for path, head in _parts(model, 'rpn_head', 'bbox_head', 'panoptic_head', 'track_head'):

@@ -13,6 +13,7 @@ from mmengine.registry import RUNNERS
 from mmengine.runner import CheckpointLoader, Runner
 from torch import nn
 
+from ..checkpoint.files import CheckpointError, check_archive
 from .errors import InputError
 from .model_check import check_model
 from .runner import CPUDistributedRunner
@@ -29,7 +30,7 @@ def run(main: Callable[[], None]) -> None:
         main()
     except FileNotFoundError as error:
         fail(str(error).strip().splitlines()[-1])  # a data worker's begins with its traceback
-    except InputError as error:
+    except (InputError, CheckpointError) as error:
         fail(error)
     except ValueError as error:
         # mmengine packs the list of images and does not expect an empty one.
@@ -139,6 +140,8 @@ def build_runner(cfg: Config) -> Runner:
 def read_checkpoint(filename: str) -> Mapping[str, Any]:
     """Read a checkpoint from anywhere mmengine can read it."""
     try:
+        if os.path.isfile(filename):
+            check_archive(filename)
         checkpoint = CheckpointLoader.load_checkpoint(filename, map_location='cpu')
     except Exception as error:  # torch.load raises nearly anything on a file it does not know
         fail(f'checkpoint {filename}: {type(error).__name__}: {error}')
@@ -157,6 +160,8 @@ def check_weights(model: nn.Module, checkpoint: Mapping[str, Any], filename: str
     weights = checkpoint.get('state_dict', checkpoint)
     if not isinstance(weights, Mapping) or not all(isinstance(name, str) for name in weights):
         fail(f'checkpoint {filename}: its state_dict is no dict of named weights')
+    if not weights:
+        fail(f'checkpoint {filename}: empty state dict')
     weights = {name.removeprefix('module.'): value for name, value in weights.items()}
     try:
         missing = model.load_state_dict(weights, strict=False).missing_keys

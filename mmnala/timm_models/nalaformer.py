@@ -83,6 +83,7 @@ class NaLaFormerClassifier(nn.Module):
                 f'a model of timm has the options {_OPTIONS}, got {unknown}; '
                 'out_indices goes with features_only=True'
             )
+        _check_head(num_classes, global_pool)
         super().__init__()
         self.in_chans = in_chans
         self.drop_rate = drop_rate
@@ -196,11 +197,13 @@ class NaLaFormerClassifier(nn.Module):
             reset_other: Remove the neck, too.
 
         Raises:
-            ValueError: If there would be classes but no pooling.
+            ValueError: If there would be classes but no pooling, or ``num_classes`` is no such
+                number.
         """
+        pool = self.head.global_pool.pool_type if global_pool is None else global_pool
+        _check_head(num_classes, pool)
         if reset_other:
             self.neck = None
-        pool = self.head.global_pool.pool_type if global_pool is None else global_pool
         self._build_head(num_classes, pool)
 
     def group_matcher(self, coarse: bool = False) -> Callable[[str], int]:
@@ -228,10 +231,6 @@ class NaLaFormerClassifier(nn.Module):
         backbone.out_channels = (self.num_features,)
 
     def _build_head(self, num_classes: int, global_pool: str) -> None:
-        if num_classes and not global_pool:
-            raise ValueError(
-                "global_pool='' needs num_classes=0: a classifier takes pooled features"
-            )
         width = self.num_features if self.neck is None else self.neck.proj.out_features
         head = ClassifierHead(width, num_classes, global_pool, self.drop_rate)
         self.head_hidden_size = width * head.global_pool.feat_mult()
@@ -243,6 +242,13 @@ class NaLaFormerClassifier(nn.Module):
         self.num_classes = num_classes
 
 
+def _check_head(num_classes: Any, global_pool: str) -> None:
+    if type(num_classes) is not int or num_classes < 0:
+        raise ValueError(f'num_classes must be an integer from 0 up, got {num_classes!r}')
+    if num_classes and not global_pool:
+        raise ValueError("global_pool='' needs num_classes=0: a classifier takes pooled features")
+
+
 def _convert_weights(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Take weights of any layout, but whole; timm keeps random ones if the classes differ."""
     state = convert(state, 'classifier').state
@@ -250,6 +256,14 @@ def _convert_weights(state: dict[str, Tensor], model: nn.Module) -> dict[str, Te
     for kind, wrong in (('missing', own - names), ('unexpected', names - own)):
         if wrong:
             raise RuntimeError(f'pretrained weights: {len(wrong)} {kind}: {shorten(sorted(wrong))}')
+    fc = state.get('head.fc.weight')
+    classes = model.pretrained_cfg['num_classes']  # type: ignore[index]
+    if fc is not None and len(fc) == model.num_classes != classes:
+        raise RuntimeError(
+            f"pretrained weights: their head has the model's {len(fc)} classes, but timm would "
+            f'keep a random one, as num_classes={classes} in pretrained_cfg: give '
+            f'pretrained_cfg_overlay=dict(num_classes={len(fc)}, ...)'
+        )
     return state
 
 
