@@ -185,7 +185,10 @@ def metadata(cfg: Config, kind: str) -> dict[str, str]:
     ``mean``, ``std`` and ``bgr_to_rgb`` (of images as OpenCV reads them), ``classes`` and
     ``palette`` where the data set has them, ``kind`` and ``mmnala_version``.
     """
-    processor = cfg.model.get('data_preprocessor') or cfg.get('data_preprocessor') or {}
+    model = cfg.model
+    while isinstance(inner := model.get('module'), Mapping):
+        model = inner  # out of the test-time augmentation wrapper
+    processor = model.get('data_preprocessor') or cfg.get('data_preprocessor') or {}
     swaps = ('bgr_to_rgb', 'rgb_to_bgr', 'to_rgb')
     dataset = (cfg.get('test_dataloader') or {}).get('dataset', {})
     while 'dataset' in dataset:
@@ -424,7 +427,7 @@ def onnx_session(path: str) -> Any:
         raise InputError(f'{path}: {str(error).strip().splitlines()[0]}') from error
 
 
-def compute_by_onnx(model: nn.Module, path: str) -> None:
+def compute_by_onnx(model: nn.Module, path: str, cfg: Config | None = None) -> None:
     """Let onnxruntime compute the logits of a segmentor or classifier from now on.
 
     What the model does with them (sliding windows, flips, resizing to the original image) stays.
@@ -432,10 +435,13 @@ def compute_by_onnx(model: nn.Module, path: str) -> None:
     Args:
         model: The model that was exported, its weights do not matter; changed in place.
         path: The ONNX file, exported as ``part='model'``.
+        cfg: The config, whose normalisation and classes must be those in the file's metadata, as
+            far as it has any.
 
     Raises:
         InputError: If onnxruntime is missing, the file is none of a model of this kind and number
-            of classes, or, later, if an image has a size that it does not take.
+            of classes, its metadata contradicts the config, or, later, if an image has a size that
+            it does not take.
     """
     while isinstance(inner := getattr(model, 'module', None), nn.Module):
         model = inner  # out of the distributed and the test-time augmentation wrapper
@@ -449,9 +455,30 @@ def compute_by_onnx(model: nn.Module, path: str) -> None:
     classes = any_model.out_channels if kind == 'segmentor' else any_model.head.num_classes
     if logits[1] != classes:
         raise InputError(f'{path}: has {logits[1]} classes, the config {classes}')
+    if cfg is not None:
+        _compare_metadata(session.get_modelmeta().custom_metadata_map, metadata(cfg, kind), path)
     run = _runner(session, path)
     if kind == 'segmentor':
         any_model.encode_decode = lambda image, metas: run(image)[0]
     else:
         any_model.extract_feat = lambda image: run(image)[0]
         any_model.head.forward = lambda logits: logits
+
+
+def _compare_metadata(in_file: Mapping[str, str], in_config: Mapping[str, str], path: str) -> None:
+    for name in ('mean', 'std', 'bgr_to_rgb', 'classes'):
+        if name not in in_file:
+            continue
+        expected = json.loads(in_config[name])
+        try:
+            value = json.loads(in_file[name])
+        except ValueError:  # another exporter's
+            value = in_file[name]
+        if name == 'classes' and None in (value, expected):
+            continue  # of a data set that does not tell
+        if name == 'classes' and isinstance(value, list) and len(value) == len(expected):
+            pairs = enumerate(zip(value, expected, strict=True))
+            differing = ((f'classes[{i}]', a, b) for i, (a, b) in pairs if a != b)
+            name, value, expected = next(differing, (name, None, None))
+        if value != expected:
+            raise InputError(f'{path}: {name} is {value!r} in the file, {expected!r} in the config')

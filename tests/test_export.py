@@ -385,6 +385,49 @@ def test_files_that_are_no_such_segmentor(torch_segmentor, file, message, tmp_pa
     assert '\n' not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ('change', 'message'),
+    [
+        ({}, None),
+        (dict(palette='[1]', kind='"other"', mmnala_version='"0"'), None),
+        (dict(mean='[90.0, 90.0, 90.0]', classes='null'), None),
+        (dict(mean='[90, 91, 90]'), 'mean is [90, 91, 90] in the file, [90, 90, 90] in the config'),
+        (dict(std='null'), 'std is None in the file, [60, 60, 60] in the config'),
+        (dict(std='0.2,0.3'), "std is '0.2,0.3' in the file"),
+        (dict(bgr_to_rgb='false'), 'bgr_to_rgb is False in the file, True in the config'),
+        (dict(classes='["ground", "car"]'), "classes[1] is 'car' in the file, 'box' in the config"),
+        (dict(classes='["ground"]'), "classes is ['ground'] in the file, ['ground', 'box'] in the"),
+    ],
+)
+def test_onnx_metadata_must_be_the_configs(segmentor, torch_segmentor, tmp_path, change, message):
+    cfg = Config.fromfile(segmentor / 'config.py')
+    model = onnx.load(segmentor / 'model.onnx')
+    onnx.helper.set_model_props(
+        model, {prop.key: prop.value for prop in model.metadata_props} | change
+    )
+    path = str(tmp_path / 'model.onnx')
+    onnx.save(model, path)
+    if message is None:
+        compute_by_onnx(torch_segmentor, path, cfg)
+    else:
+        with pytest.raises(InputError) as caught:
+            compute_by_onnx(torch_segmentor, path, cfg)
+        assert str(caught.value).startswith(f'{path}: {message}')
+    del model.metadata_props[:]
+    onnx.save(model, path)
+    compute_by_onnx(torch_segmentor, path, cfg)
+
+
+def test_evaluation_refuses_another_normalisation(segmentor, tmp_path):
+    options = ['--tta', '--cfg-options', 'model.data_preprocessor.mean=90,80,90']
+    done = run_tool(
+        'test.py', segmentor / 'config.py', segmentor / 'model.onnx', *options, cwd=tmp_path
+    )
+    assert done.code == 1 and 'Traceback' not in done.output
+    message = 'mean is [90, 90, 90] in the file, [90, 80, 90] in the config'
+    assert f'error: {segmentor}/model.onnx: {message}' in done.output
+
+
 @pytest.mark.parametrize('text', ['64', '0x64', '64x', 'axb'])
 def test_sizes_of_the_command_line(text, tmp_path):
     done = run_tool('export.py', 'a.py', 'none', 'out.ts', '--static', text, cwd=tmp_path)
