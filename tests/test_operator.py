@@ -347,3 +347,15 @@ def test_inference_mode(attention):
         expected = attention(*tensors, feature_map=feature_map)
         with torch.inference_mode():
             assert torch.equal(attention(*tensors, feature_map=feature_map), expected)
+
+
+def test_a_map_is_added_by_a_function_and_a_line(monkeypatch, attention):
+    def squared(x):
+        return x.relu() ** 2
+
+    monkeypatch.setitem(plain.FEATURE_MAPS, 'squared', plain.FeatureMap(squared, squared, parts=1))
+    query, key, value = (x[0, 0] for x in inputs())
+    weights = squared(query) @ squared(key).T
+    expected = weights / 6 @ value / (weights.mean(-1, keepdim=True) + 1e-6)
+    actual = attention(*(x[None, None] for x in (query, key, value)), None, 'squared')
+    torch.testing.assert_close(actual[0, 0], expected, atol=1e-12, rtol=1e-10)

@@ -1,4 +1,4 @@
-"""What ``tools/train.py`` and ``tools/test.py`` share."""
+"""What the tools that read configs and checkpoints share."""
 
 import argparse
 import os

@@ -112,10 +112,12 @@ def _by_autograd(feature_map: Callable[[Tensor], Tensor]) -> DifferentiableMap:
     return differentiable
 
 
-_MAPS = {
-    name: (_by_autograd(maps.query), _by_autograd(maps.key)) for name, maps in FEATURE_MAPS.items()
-}
-_MAPS['signed'] = (_signed_query, _signed_key)
+def _maps(name: str) -> tuple[DifferentiableMap, DifferentiableMap]:
+    """Those of queries and of keys."""
+    if name == 'signed':
+        return _signed_query, _signed_key
+    maps = FEATURE_MAPS[name]
+    return _by_autograd(maps.query), _by_autograd(maps.key)
 
 
 def _chunks(x: Tensor) -> Iterator[tuple[int, slice]]:
@@ -151,10 +153,10 @@ class _LeanAttention(torch.autograd.Function):
         sin: Tensor | None,
         feature_map: str,
     ) -> Tensor:
-        query_map, key_map = _MAPS[feature_map]
+        query_map, key_map = _maps(feature_map)
         dtype = torch.promote_types(value.dtype, torch.float32)
         batch, heads, tokens, channels = query.shape
-        features = FEATURE_MAPS[feature_map].parts * channels
+        features = FEATURE_maps(feature_map).parts * channels
         state = value.new_zeros(batch, heads, features, channels, dtype=dtype)
         key_sum = value.new_zeros(batch, heads, 1, features, dtype=dtype)
         for image, chunk in _chunks(key):
@@ -180,7 +182,7 @@ class _LeanAttention(torch.autograd.Function):
     @differentiable_once
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, cos, sin, state, key_sum = ctx.saved_tensors
-        query_map, key_map = _MAPS[ctx.feature_map]
+        query_map, key_map = _maps(ctx.feature_map)
         dtype, tokens = state.dtype, query.shape[-2]
         back = None if sin is None else -sin
         grad_query, grad_key, grad_value = (torch.empty_like(x) for x in (query, key, value))
