@@ -1,6 +1,7 @@
 """tools/predict.py: what it predicts, draws and writes, and what it does with bad input."""
 
 import json
+from contextlib import nullcontext
 from itertools import pairwise
 from pathlib import Path
 
@@ -570,17 +571,50 @@ def test_unreadable_images(tmp_path, ending, kind):
         read_image(path, dict(type='LoadImageFromFile'))
 
 
-def test_a_video_cut_short_yields_what_there_is_and_fails(tmp_path):
+@pytest.mark.parametrize('share', [0.5, 0.87])
+def test_a_video_cut_short_yields_what_there_is_and_fails(tmp_path, share):
     write_images(tmp_path, {str(i): (64, 64) for i in range(20)})
     write_video(tmp_path / 'v.avi', [tmp_path / f'{i}.png' for i in range(20)])
     whole = (tmp_path / 'v.avi').read_bytes()
     (source,) = find_sources([str(tmp_path / 'v.avi')])
     assert len(list(read_video(source))) == 20
-    (tmp_path / 'v.avi').write_bytes(whole[: len(whole) // 2])
+    (tmp_path / 'v.avi').write_bytes(whole[: int(share * len(whole))])
     frames = []
-    with pytest.raises(ReadError, match=r'ends after \d+ of 20 frames'):
+    with pytest.raises(ReadError) as error:
         frames.extend(_keep(read_video(source), frames))
-    assert 5 < len(frames) < 15
+    assert str(error.value) == f'it ends after {len(frames)} of 20 frames'
+    assert abs(len(frames) - 20 * share) <= 3
+
+
+@pytest.mark.parametrize(
+    ('rate', 'announced', 'lacking', 'fails'),
+    [
+        (25, 20, 1, False),
+        (25, 20, 2, True),
+        (25, 200, 10, False),
+        (25, 200, 11, True),
+        (25, 10000, 25, False),
+        (25, 10000, 26, True),
+        (25, 0, -3, False),  # it announces none
+    ],
+)
+def test_how_many_frames_a_video_may_lack(tmp_path, monkeypatch, rate, announced, lacking, fails):
+    class Video:
+        def __init__(self, path):
+            self.left = announced - lacking
+
+        def get(self, key):
+            return {cv2.CAP_PROP_FRAME_COUNT: announced, cv2.CAP_PROP_FPS: rate}[key]
+
+        def read(self):
+            self.left -= 1
+            return self.left >= 0, None
+
+    (tmp_path / 'v.mp4').touch()
+    (source,) = find_sources([str(tmp_path / 'v.mp4')])
+    monkeypatch.setattr(cv2, 'VideoCapture', Video)
+    with pytest.raises(ReadError, match='it ends after') if fails else nullcontext():
+        assert sum(1 for _ in read_video(source)) == announced - lacking
 
 
 def _keep(items, kept):

@@ -162,7 +162,8 @@ def read_video(source: Source) -> Iterator[Frame]:
     """The frames of a video, one after the other.
 
     Raises:
-        ReadError: If it cannot be opened, or ends early.
+        ReadError: If it cannot be opened, or lacks more than 5 % (and one) of the frames that it
+            announces, or those of more than a second.
     """
     video = cv2.VideoCapture(str(source.path))
     index = 0
@@ -174,9 +175,10 @@ def read_video(source: Source) -> Iterator[Frame]:
         index += 1
     if index == 0:
         raise ReadError('it is no video that can be decoded')
+    announced = _announced(video)
     # Some formats only estimate how many there are.
-    if index < _announced(video) - frame_rate(source):
-        raise ReadError(f'it ends after {index} of {_announced(video)} frames')
+    if announced - index > max(1, min(frame_rate(source), announced / 20)):
+        raise ReadError(f'it ends after {index} of {announced} frames')
 
 
 class Predictor:
