@@ -57,11 +57,20 @@ def write_part(
     return part
 
 
-def test_a_resumed_training_is_joined(tmp_path):
+RESUMED = '2026/01/01 00:00:00 - mmengine - INFO - resumed epoch: 0, iter: 100\n'
+NO_CHECKPOINT = (
+    '2026/01/01 00:00:00 - mmengine - INFO - Auto resumed from the latest checkpoint None.\n'
+)
+
+
+@pytest.mark.parametrize(
+    ('log', 'config'), [(RESUMED, 'resume = False\n'), ('', 'resume = True\n')]
+)
+def test_a_resumed_training_is_joined(tmp_path, log, config):
     first = [train(50, 3.0), train(100, 2.0), dict(mIoU=10.0, time=0.1, step=100), train(150, 1.9)]
     second = [train(150, 1.5), train(200, float('nan')), dict(mIoU=20.0, time=0.2, step=200)]
     write_part(tmp_path / 'run', '20260101_000000', first, TABLE.format(10), tail='{"lr": 0.')
-    write_part(tmp_path / 'run', '20260101_010000', second, TABLE.format(20))
+    write_part(tmp_path / 'run', '20260101_010000', second, log + TABLE.format(20), config)
     # An evaluation alone, and a folder that is no run at all.
     write_part(tmp_path / 'run', '20260101_020000', [dict(mIoU=5.0, step=0)], TABLE.format(5))
     (tmp_path / 'run' / 'predictions').mkdir()
@@ -82,12 +91,23 @@ def test_a_resumed_training_is_joined(tmp_path):
     assert (alone.name, alone.curves['loss'][-1]) == ('before', (150, 1.9))
 
 
-def test_a_training_started_anew_replaces_the_old(tmp_path):
-    old = [train(50, 3.0), dict(mIoU=10.0, step=50), train(100, 2.0)]
+@pytest.mark.parametrize(
+    ('log', 'config'),
+    [
+        ('', 'resume = False\n'),
+        ('', 'dataset = dict(\n    resume = True)\n'),
+        (NO_CHECKPOINT, 'resume = True\n'),
+    ],
+)
+def test_a_training_started_anew_replaces_the_old(tmp_path, log, config):
+    old = [train(25, 4.0), train(50, 3.0), dict(mIoU=10.0, step=50), train(100, 2.0)]
     write_part(tmp_path, '20260101_000000', old, TABLE.format(10))
-    write_part(tmp_path, '20260101_010000', [train(50, 2.5)])
+    write_part(tmp_path, '20260101_003000', [train(40, 9.0)], RESUMED)
+    write_part(tmp_path, '20260101_010000', [train(50, 2.5)], log, config)
+    write_part(tmp_path, '20260101_020000', [train(75, 2.0)], RESUMED)
     run = read_run(tmp_path)
-    assert run.curves['loss'] == [(50, 2.5)]
+    assert [part.name for part in run.parts] == ['20260101_010000', '20260101_020000']
+    assert run.curves['loss'] == [(50, 2.5), (75, 2.0)]
     assert 'mIoU' not in run.curves
     assert run.table is None
 

@@ -60,7 +60,8 @@ def read_run(folder: str | Path, name: str | None = None) -> RunLog:
     """Read the logs of a training.
 
     A resumed training has several folders ``TIMESTAMP``. They are joined: a later one replaces what
-    earlier ones logged from its first iteration on, and a training that starts anew replaces all.
+    earlier ones logged from its first iteration on. A training that was not resumed, by its log and
+    config, leaves out all before it.
     Evaluations alone, such as those of ``tools/test.py``, do not count. Metrics that are logged by
     epoch get the iteration at its end.
 
@@ -81,6 +82,8 @@ def read_run(folder: str | Path, name: str | None = None) -> RunLog:
             f'run {folder}: no scalars of a training in TIMESTAMP/vis_data/*.json, which '
             "visualizer.vis_backends=[dict(type='LocalVisBackend')] writes"
         )
+    anew = [i for i, (part, _) in enumerate(logged) if not _is_resumed(part)]
+    logged = logged[max(anew, default=0) :]
     run = RunLog(name or folder.resolve().name, [part for part, _ in logged])
     for i, (part, records) in enumerate(logged):
         end = min((later[0].iteration for _, later in logged[i + 1 :]), default=None)
@@ -141,6 +144,18 @@ def _add(run: RunLog, record: _Record) -> None:
 def _log_text(part: Path) -> str:
     file = part / f'{part.name}.log'
     return file.read_text(encoding='utf-8', errors='replace') if file.is_file() else ''
+
+
+def _is_resumed(part: Path) -> bool:
+    """Whether the training of a part went on from a checkpoint, as mmengine logs it."""
+    log = _log_text(part)
+    if re.search(r' - resumed epoch: \d+, iter: \d+$', log, re.M):
+        return True
+    # The config's word, for logs without such lines; it also says so where there was no checkpoint.
+    config = part / 'vis_data' / 'config.py'
+    text = config.read_text(encoding='utf-8') if config.is_file() else ''
+    asked = re.search(r'^resume = True$', text, re.M) is not None
+    return asked and ' Auto resumed from the latest checkpoint None.' not in log
 
 
 def _epoch_length(part: Path) -> int | None:
