@@ -226,6 +226,20 @@ OTHERS = {
 }
 
 
+def build_other(name: str) -> nn.Module:
+    torch.manual_seed(3)
+    if name.startswith('timm'):
+        model = timm.create_model(**OTHERS[name], num_classes=0)
+    else:
+        model = MODELS.build(OTHERS[name])
+    with torch.no_grad():
+        for parameter in model.parameters():  # biases and position tables start at 0
+            parameter.add_(0.3 * torch.randn_like(parameter))
+    model = model.double()
+    model.eval()  # mmseg's does not return the model
+    return model
+
+
 def own_weights(model: nn.Module, image: torch.Tensor) -> list[torch.Tensor]:
     """The attention weights that the layers themselves compute, ``(groups, heads, n, m)``."""
     found, handles = [], []
@@ -266,15 +280,7 @@ def explicit_weights(model: nn.Module, image: torch.Tensor, monkeypatch) -> list
 @pytest.mark.parametrize('name', OTHERS)
 @torch.no_grad()
 def test_weights_of_other_backbones_are_their_own(name, monkeypatch):
-    torch.manual_seed(3)
-    if name.startswith('timm'):
-        model = timm.create_model(**OTHERS[name], num_classes=0)
-    else:
-        model = MODELS.build(OTHERS[name])
-    for parameter in model.parameters():  # biases and position tables start at 0
-        parameter.add_(0.3 * torch.randn_like(parameter))
-    model = model.double()
-    model.eval()
+    model = build_other(name)
     image = torch.randn(1, 3, 32, 32, dtype=torch.float64)
     if name == 'mmpretrain.vit':
         expected = explicit_weights(model, image, monkeypatch)
@@ -299,6 +305,23 @@ def test_weights_of_other_backbones_are_their_own(name, monkeypatch):
     assert [norms is None for norms in key_norms] == [
         name == 'mmseg.mit' and place == (0, 0) for place in places
     ]
+
+
+@pytest.mark.parametrize('name', [name for name in OTHERS if name.endswith('swin')])
+@torch.no_grad()
+def test_uniform_attention_in_shifted_windows_has_entropy_1(name):
+    model = build_other(name)
+    for key, parameter in model.named_parameters():
+        if 'qkv' in key or 'relative_position' in key:
+            parameter.zero_()
+    masked = []
+    image = torch.randn(1, 3, 32, 32, dtype=torch.float64)
+    visit_attention(model, image, lambda _, heads: masked.append(heads.visible is not None))
+    layers = norm_entropy.norms_and_entropies(model, [image], 64)
+    assert any(masked)
+    for values in layers:
+        np.testing.assert_allclose(values.entropy, 1, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(values.scaled, 1, rtol=0, atol=1e-12)
 
 
 def test_a_backbone_without_attention_is_an_error():

@@ -5,7 +5,6 @@ Swin and ViT of mmseg, mmdet, mmpretrain and timm, with the other backbones that
 :class:`torch.nn.MultiheadAttention` (MiT, PVT).
 """
 
-import math
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -38,6 +37,8 @@ class Heads(NamedTuple):
         rotary: Of a linear attention, the tables ``(n, d)``, which its features are turned by.
         scale: Of a softmax attention, what the products are multiplied by.
         bias: Of a softmax attention, what is added to them, ``(groups or 1, heads or 1, n, m)``.
+        visible: Of a softmax attention with a mask, which keys it leaves to each query,
+            ``(groups, n, m)``, bool; None is all.
         grid: Rows and columns of the tokens, ``n = rows * columns``; None if they are in windows or
             there are tokens of another kind.
     """
@@ -48,6 +49,7 @@ class Heads(NamedTuple):
     rotary: tuple[Tensor, Tensor] | None = None
     scale: float = 1.0
     bias: Tensor | None = None
+    visible: Tensor | None = None
     grid: tuple[int, int] | None = None
 
     @property
@@ -96,13 +98,18 @@ def attention_weights(
     return phi_query @ phi_key.mT / (key.shape[-2] * normaliser)
 
 
-def entropy(weights: Tensor) -> Tensor:
-    """Entropy of attention weights ``(..., m)`` over log m, that of uniform attention.
+def entropy(weights: Tensor, visible: Tensor | None = None) -> Tensor:
+    """Entropy of attention weights over that of uniform attention, the log of the number of keys.
+
+    Args:
+        weights: ``(..., m)``.
+        visible: Which keys a mask leaves, bool, broadcast with ``weights``; None is all.
 
     Returns:
         ``(...)`` in [0, 1]: 0 is attention to one key, 1 to all alike. A row of zeros has 0.
     """
-    return torch.special.entr(weights).sum(-1) / math.log(max(weights.shape[-1], 2))
+    keys = weights.new_tensor(weights.shape[-1]) if visible is None else visible.sum(-1)
+    return torch.special.entr(weights).sum(-1) / keys.to(weights.dtype).clamp_min(2).log()
 
 
 @torch.no_grad()
@@ -189,9 +196,9 @@ def _read_window(module: Any, x: Tensor, mask: Tensor | None = None) -> Heads:
     bias = (
         module.relative_position_bias_table[index].view(tokens, tokens, -1).permute(2, 0, 1)[None]
     )
-    if mask is not None:
-        bias = bias + mask[:, None]
-    return heads._replace(bias=_wide(bias))
+    if mask is None:
+        return heads._replace(bias=_wide(bias))
+    return heads._replace(bias=_wide(bias + mask[:, None]), visible=mask == 0)
 
 
 def _read_torch(

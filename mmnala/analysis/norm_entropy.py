@@ -49,8 +49,8 @@ def sample_queries(heads: Heads, number: int) -> tuple[Tensor, Tensor | None, Te
     """Norms and entropies of evenly spaced queries of one image.
 
     Entropies are those of :func:`~mmnala.analysis.attention.attention_weights` without rotary
-    embedding, over that of uniform attention. Weights exist for one group at a time, so that the
-    largest temporary is ``(heads, number, m)``.
+    embedding, over that of uniform attention to the keys that a mask leaves. Weights exist for one
+    group at a time, so that the largest temporary is ``(heads, number, m)``.
 
     Args:
         heads: The layer's queries and keys.
@@ -71,7 +71,8 @@ def sample_queries(heads: Heads, number: int) -> tuple[Tensor, Tensor | None, Te
         if heads.key.shape[2] == tokens:
             key_norms.append(heads.key[group][:, inside].norm(dim=-1))
         weights = (attention_weights(heads, inside, group, scale=scale) for scale in SCALES)
-        entropies.append(torch.stack([entropy(w) for w in weights]))
+        visible = None if heads.visible is None else heads.visible[group][inside]
+        entropies.append(torch.stack([entropy(w, visible) for w in weights]))
     key_norm = torch.cat(key_norms, -1) if key_norms else None
     return torch.cat(query_norms, -1), key_norm, torch.cat(entropies, -1)
 
