@@ -142,6 +142,8 @@ def segmented(segmentor, tmp_path_factory) -> Path:
                        '--batch-size', 3, cwd=cwd)  # fmt: skip
     assert finished.code == 1
     assert 'out: predictions of 4 images and frames\n' in finished.output
+    lacking = f'--truth {folder / "truth"}: none for 4 of 6 images\n'  # two of them are bad
+    assert lacking in finished.output
     (report,) = [finished.output[finished.output.index('error: ') :]]
     assert report.splitlines()[0] == 'error: 3 of 7 inputs could not be read:'
     lines = report.splitlines()[1:]
@@ -493,10 +495,20 @@ def test_truth_of_another_size_is_reported_and_the_rest_done(segmentor, tmp_path
     (tmp_path / 'truth').mkdir()
     Image.fromarray(np.ones((5, 7), np.uint8)).save(tmp_path / 'truth/0_map.png')
     image = segmentor.parent / 'images/a/0.png'
-    finished = predict(segmentor, image, '--truth', 'truth', '--out', 'out', cwd=tmp_path)
+    (tmp_path / 'broken.png').touch()
+    inputs = ['broken.png', image]
+    finished = predict(segmentor, *inputs, '--truth', 'truth', '--out', 'out', cwd=tmp_path)
     assert finished.code == 1
-    line = f'{image}: its truth truth/0_map.png has the shape (5, 7), the image (64, 64)'
-    assert line in finished.output
+    lines = finished.output[finished.output.index('--truth truth: ') :].splitlines()
+    assert lines[:2] == [
+        '--truth truth: none for 1 of 2 images',
+        'error: 1 of 2 inputs could not be read:',
+    ]
+    assert lines[2].startswith('  broken.png: ')
+    assert lines[3:] == [
+        '1 of 2 inputs have a truth that could not be used:',
+        f'  {image}: its truth truth/0_map.png has the shape (5, 7), the image (64, 64)',
+    ]
     assert files(tmp_path / 'out') == {'results.json', 'labels/0.png', 'pictures/0.png'}
 
 

@@ -166,10 +166,21 @@ def main() -> None:
                 number += 1
                 progress.advance(bar)
     print(f'{args.out}: predictions of {number} images and frames')
-    failures |= results.problems
-    if failures:
-        lines = [f'\n  {path}: {error}' for path, error in failures.items()]
-        fail(f'{len(failures)} of {len(sources)} inputs could not be read:{"".join(lines)}')
+    if (truth := results.truth) is not None:
+        images = [source for source in sources if not source.is_video]
+        if lacking := sum(truth.find(source) is None for source in images):
+            print(f'--truth {args.truth}: none for {lacking} of {len(images)} images')
+    sentences = [
+        f'{len(problems)} of {len(sources)} inputs {what}:'
+        + ''.join(f'\n  {path}: {error}' for path, error in problems.items())
+        for what, problems in (
+            ('could not be read', failures),
+            ('have a truth that could not be used', results.problems),
+        )
+        if problems
+    ]
+    if sentences:
+        fail('\n'.join(sentences))
 
 
 if __name__ == '__main__':
