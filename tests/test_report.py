@@ -3,6 +3,7 @@
 import base64
 import io
 import re
+import runpy
 import shutil
 import subprocess
 from html.parser import HTMLParser
@@ -247,6 +248,32 @@ def test_the_best_checkpoint_is_evaluated(segmentation, tmp_path):
     assert finished.code == 0, finished.output
     text = Page((run / 'report.html').read_text()).text
     assert 'The checkpoint best_mIoU_iter_4.pth on the validation set.' in text
+
+
+@pytest.mark.parametrize(
+    ('files', 'chosen'),
+    [
+        (['iter_2.pth', 'iter_10.pth', 'iter_9.pth'], 'iter_9.pth'),
+        (['iter_2.pth', 'iter_10.pth', 'iter_x.pth'], 'iter_10.pth'),
+        (['epoch_8.pth', 'epoch_12.pth'], 'epoch_12.pth'),
+        (['other.pth'], None),
+    ],
+)
+def test_a_copied_folder_has_its_own_checkpoint(tmp_path, files, chosen):
+    old, new = tmp_path / 'old', tmp_path / 'new'
+    for folder, names in ((old, ['iter_9.pth']), (new, files)):
+        folder.mkdir()
+        for name in names:
+            (folder / name).touch()
+        (folder / 'last_checkpoint').write_text(str(old / 'iter_9.pth'))
+    tool = Path(__file__).parents[1] / 'tools' / 'report.py'
+    choose_checkpoint = runpy.run_path(str(tool))['choose_checkpoint']
+    args = SimpleNamespace(run=str(new), checkpoint=None)
+    if chosen:
+        assert choose_checkpoint(args) == str(new / chosen)
+    else:
+        with pytest.raises(SystemExit, match=f'error: {new}: no checkpoint'):
+            choose_checkpoint(args)
 
 
 def test_confusion_is_numpys_and_gives_the_ious():

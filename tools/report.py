@@ -1,6 +1,7 @@
 """Make a report on a training: one HTML page that needs no other file and no network."""
 
 import argparse
+import re
 import tempfile
 from pathlib import Path
 
@@ -55,11 +56,22 @@ def parse_args() -> argparse.Namespace:
 def choose_checkpoint(args: argparse.Namespace) -> str:
     if args.checkpoint:
         return args.checkpoint
-    best = sorted(Path(args.run).glob('best_*.pth'), key=lambda file: file.stat().st_mtime)
-    checkpoint = str(best[-1]) if best else find_latest_checkpoint(args.run)
-    if checkpoint is None:
-        fail(f'{args.run}: no checkpoint; --checkpoint names one, --no-images does without')
-    return checkpoint
+    folder = Path(args.run)
+    best = sorted(folder.glob('best_*.pth'), key=lambda file: file.stat().st_mtime)
+    numbers = {
+        file: int(match[1])
+        for file in folder.glob('*.pth')
+        if (match := re.fullmatch(r'(?:iter|epoch)_(\d+)', file.stem))
+    }
+    # In a copied folder, the path that mmengine noted is the old folder's.
+    noted = folder / Path(find_latest_checkpoint(args.run) or '').name
+    if best:
+        return str(best[-1])
+    if noted.is_file():
+        return str(noted)
+    if numbers:
+        return str(max(numbers, key=numbers.__getitem__))
+    fail(f'{args.run}: no checkpoint; --checkpoint names one, --no-images does without')
 
 
 def main() -> None:
