@@ -156,7 +156,7 @@ class _LeanAttention(torch.autograd.Function):
         query_map, key_map = _maps(feature_map)
         dtype = torch.promote_types(value.dtype, torch.float32)
         batch, heads, tokens, channels = query.shape
-        features = FEATURE_maps(feature_map).parts * channels
+        features = FEATURE_MAPS[feature_map].parts * channels
         state = value.new_zeros(batch, heads, features, channels, dtype=dtype)
         key_sum = value.new_zeros(batch, heads, 1, features, dtype=dtype)
         for image, chunk in _chunks(key):
