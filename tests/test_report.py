@@ -327,6 +327,40 @@ def test_classified_images_are_judged_by_the_true_class():
     assert picture.shape == (8, 6, 3) and picture[0, 0].tolist() == [200, 0, 0]
 
 
+@pytest.fixture
+def log_of_nothing(tmp_path) -> RunLog:
+    part = tmp_path / '20260101_000000'
+    (part / 'vis_data').mkdir(parents=True)
+    (part / 'vis_data' / 'config.py').touch()
+    return RunLog('run', [part])
+
+
+@pytest.mark.parametrize(
+    ('scores', 'worst', 'best'),
+    [
+        ([0.5, 0.9, 0.7], ['0.png', '2.png'], ['1.png']),
+        ([0.5], ['0.png'], []),
+        ([0.0, 0.0, 0.0, 0.0], ['0.png', '1.png'], []),
+    ],
+)
+def test_no_image_is_shown_twice(log_of_nothing, scores, worst, best):
+    hook = classified([[score, 0.0, 0.0] for score in scores], [0] * len(scores))
+    assert [judged.path for judged in hook.worst] == worst
+    assert [judged.path for judged in hook.best] == best
+    page = Page(render(log_of_nothing, nn.Linear(1, 1), hook, {'top1': 1.0}))
+    shown = [figure.split(':')[0] for figure in page.figures if ': score' in figure]
+    assert shown == [*worst, *best]
+    assert ('None but the above.' in page.text) == (not best)
+
+
+def test_an_evaluation_without_metrics_is_said(log_of_nothing):
+    missing = 'The evaluation gave no metrics.'
+    for metrics in ({}, {'top1': 1.0}):
+        page = Page(render(log_of_nothing, nn.Linear(1, 1), CollectHook(1), metrics))
+        assert (missing in page.text) == (not metrics)
+        assert (['metric', 'value'] in page.rows) == bool(metrics)
+
+
 def test_everything_from_outside_is_escaped(tmp_path):
     hook = classified([[0.1, 0.8, 0.1], [0.1, 0.8, 0.1]], [0, 1])
     part = tmp_path / '20260101_000000'

@@ -86,8 +86,13 @@ class CollectHook(Hook):
 
     @property
     def best(self) -> list[Judged]:
-        """The best first."""
-        return [judged for *_, judged in sorted(self._heaps[0], reverse=True)]
+        """The best first, without those that are among the worst."""
+        worst = {order for _, order, _ in self._heaps[1]}
+        return [
+            judged
+            for _, order, judged in sorted(self._heaps[0], reverse=True)
+            if order not in worst
+        ]
 
     @property
     def worst(self) -> list[Judged]:

@@ -62,7 +62,8 @@ summary { cursor: pointer; }
 
 <h2>Result</h2>
 <p class="note">{{ results_of }}</p>
-{{ table_of(results) }}
+{% if results.rows %}{{ table_of(results) }}
+{% else %}<p>The evaluation gave no metrics.</p>{% endif %}
 
 <h2>Curves</h2>
 <div class="grid">
@@ -106,6 +107,8 @@ summary { cursor: pointer; }
 </div>
 <figcaption title="{{ image.path }}">{{ image.name }}: {{ measure }} {{ image.score }}</figcaption>
 </figure>
+{% else %}
+<p class="note">None but the above.</p>
 {% endfor %}
 {% else %}
 <h2>Best and worst images</h2>
