@@ -546,6 +546,8 @@ def touch(folder: Path, *names: str) -> None:
         (['*/d*', 'b/1.png'], ['a/deep/3', '1']),
         (['[ab]/**/[13].*'], ['a/1', 'a/deep/3', 'b/1']),
         (['c'], ['clip.mkv', 'clip.mp4']),
+        (['c', 'a/1.jpg'], ['c/clip.mkv', 'c/clip.mp4', 'a/1']),
+        (['g'], ['1', '2.jpg', '2', '2.png', '3']),  # only those that clash
         (['d'], ['x', 'x']),  # an image and a video never share a file
         (['e'], ['1.jpg', '1.jpg.png', '1.png']),
         (['f[1]'], ['1']),
@@ -556,6 +558,7 @@ def test_sources_and_their_names(tmp_path, monkeypatch, inputs, names):
     touch(tmp_path, 'a/1.jpg', 'a/2.PNG', 'a/deep/3.webp', 'a/notes.txt', 'a/._1.jpg', 'b/1.png')
     touch(tmp_path, 'c/clip.mp4', 'c/clip.mkv', 'd/x.png', 'd/x.avi')
     touch(tmp_path, 'e/1.jpg', 'e/1.png', 'e/1.jpg.png', 'f[1]/1.png')
+    touch(tmp_path, 'g/1.jpg', 'g/2.jpg', 'g/2.png', 'g/3.webp', 'g/2.mp4')
     monkeypatch.chdir(tmp_path)
     assert [source.name for source in find_sources(inputs)] == names
 

@@ -3,6 +3,7 @@
 import glob
 import os
 import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ class Source:
         relative: Its path from the folder that the user named, or that a pattern begins with.
         unique: ``relative``, or the path from the folder that all inputs share if two would
             otherwise have one name.
-        name: ``unique`` without its ending, unless two images or videos would share that, too.
+        name: ``unique`` without its ending, unless another image or video would share that, too.
     """
 
     path: Path
@@ -94,11 +95,19 @@ def find_sources(inputs: Sequence[str]) -> list[Source]:
     paths = [path for path, _ in found.values()]
     relative = [path for _, path in found.values()]
     shared = [Path(os.path.relpath(path, common)) for path in found]
-    for unique, ending in ((relative, False), (shared, False), (shared, True)):
-        names = [(path if ending else path.with_suffix('')).as_posix() for path in unique]
-        if len(set(zip(names, map(_is_video, unique), strict=True))) == len(names):
-            break
-    return list(map(Source, paths, relative, unique, names))
+    unique = shared if _clashing([path.with_suffix('') for path in relative], paths) else relative
+    names = [path.with_suffix('') for path in unique]
+    while clashing := _clashing(names, paths):  # again: 1.jpg may be the name of 1.jpg.png
+        for i in clashing:
+            names[i] = unique[i]
+    return list(map(Source, paths, relative, unique, map(Path.as_posix, names)))
+
+
+def _clashing(names: Sequence[Path], paths: Sequence[Path]) -> list[int]:
+    """Which images, or videos, have the name of another one."""
+    kinds = list(zip(names, map(_is_video, paths), strict=True))
+    numbers = Counter(kinds)
+    return [i for i, kind in enumerate(kinds) if numbers[kind] > 1]
 
 
 def _matching(given: str) -> tuple[Path, list[str]]:
