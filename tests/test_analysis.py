@@ -2,12 +2,15 @@
 
 import csv
 import math
+from unittest.mock import Mock
 
+import cv2
 import numpy as np
 import pytest
 import timm
 import torch
 from conftest import Golden
+from mmengine.config import Config
 from mmengine.registry import MODELS
 from PIL import Image
 from scipy.stats import spearmanr
@@ -15,10 +18,11 @@ from torch import nn
 from toy import run_tool, write_detection_config, write_scenes, write_segmentation_config
 
 from mmnala import NaLaFormer
-from mmnala.analysis import attention_map, contributions, norm_entropy
+from mmnala.analysis import attention_map, contributions, norm_entropy, subject
 from mmnala.analysis.attention import Heads, attention_weights, entropy, visit_attention
 from mmnala.analysis.subject import Picture, unique_names
 from mmnala.engine.attention_monitor import sample_attention
+from mmnala.engine.errors import InputError
 from mmnala.ops import FEATURE_MAPS
 from mmnala.ops.plain import plain_attention
 
@@ -373,8 +377,92 @@ def test_pixels_of_the_file_are_found_in_a_resized_and_padded_image():
     assert attention_map.token_at((79.0, 49.75), (4, 6), (64, 96)) == 3 * 6 + 4
     with pytest.raises(ValueError, match='point 40,5: x is 40 wide and 100 high'):
         picture.locate(40, 5)
-    with pytest.raises(ValueError, match='the test pipeline crops the image'):
-        picture._replace(size=None).locate(1, 1)
+    with pytest.raises(ValueError, match='alone, and the test pipeline has CenterCrop; take it'):
+        picture._replace(moved_by='CenterCrop').locate(1, 1)
+
+
+def run_pipeline(path, *transforms: dict) -> Picture:
+    """What a test pipeline with these transforms makes of an image file."""
+    pipeline = [dict(type='mmcv.LoadImageFromFile'), *transforms, dict(type='mmseg.PackSegInputs')]
+    cfg = Config(dict(test_dataloader=dict(dataset=dict(pipeline=pipeline))))
+
+    class Model:
+        def data_preprocessor(self, batch, training):
+            return dict(inputs=batch['inputs'][0][None].float())
+
+    return subject._run_pipeline(cfg, Model(), path)
+
+
+RESIZE = dict(type='mmseg.Resize', scale=(80, 80), keep_ratio=True)
+
+
+def test_pixels_are_found_left_and_above_the_padding_of_the_pipeline(tmp_path):
+    Image.new('RGB', (40, 30), (9, 8, 7)).save(tmp_path / 'x.png')
+    no_flip, pad = dict(type='mmseg.RandomFlip', prob=0.0), dict(type='mmcv.Pad', size=(96, 96))
+    picture = run_pipeline(tmp_path / 'x.png', RESIZE, no_flip, pad)
+    assert picture.tensor.shape == (1, 3, 96, 96) and picture.size == (30, 40)
+    assert picture.image.shape == (60, 80, 3) and (picture.image == (9, 8, 7)).all()
+    assert picture.locate(0, 0) == (1, 1) and picture.locate(39, 29) == (79, 59)
+    picture = run_pipeline(tmp_path / 'x.png', dict(type='mmcv.Pad', size=(50, 40)), RESIZE)
+    assert picture.image.shape == (48, 64, 3) and picture.locate(39, 29) == (63.2, 47.2)
+
+
+@pytest.mark.parametrize(
+    'transform',
+    [
+        dict(type='mmcv.CenterCrop', crop_size=20),
+        dict(type='mmcv.RandomFlip', prob=1.0),
+        dict(type='mmseg.RandomRotate', prob=1.0, degree=90.0),
+    ],
+    ids=lambda transform: transform['type'],
+)
+def test_pixels_are_not_followed_where_the_pipeline_moves_them(tmp_path, transform):
+    Image.new('RGB', (40, 30)).save(tmp_path / 'x.png')
+    picture = run_pipeline(
+        tmp_path / 'x.png', RESIZE, transform, dict(type='mmcv.Pad', size=(96, 96))
+    )
+    assert picture.image.shape == (96, 96, 3)
+    name = transform['type'].rpartition('.')[2]
+    with pytest.raises(ValueError, match=f'point 1,1: .* the test pipeline has {name};'):
+        picture.locate(1, 1)
+
+
+def test_photos_are_turned_as_their_exif_data_say(tmp_path):
+    stored = np.zeros((32, 48, 3), np.uint8)
+    stored[:16, :, 0], stored[:, :16, 1] = 250, 200
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned by 90 degrees
+    Image.fromarray(stored).save(tmp_path / 'x.jpg', exif=exif, quality=95)
+    loaded = cv2.imread(str(tmp_path / 'x.jpg'))[..., ::-1].astype(int)
+    assert loaded.shape == (48, 32, 3) and loaded[2, 30, 0] > 200 > 50 > loaded[2, 2, 0]
+    data = dict(input_size=(3, 48, 32), mean=(0.5,) * 3, std=(0.5,) * 3)
+    of_timm = subject._prepare_timm(tmp_path / 'x.jpg', data)
+    of_pipeline = run_pipeline(tmp_path / 'x.jpg')
+    for picture in (of_timm, of_pipeline):
+        assert picture.size == (48, 32)
+        assert abs(picture.image - loaded).max() <= 3
+
+
+@pytest.mark.parametrize('suffix', ['png', 'tif'])
+def test_grey_of_16_bits_is_scaled(tmp_path, suffix):
+    path = str(tmp_path / f'x.{suffix}')
+    cv2.imwrite(path, np.linspace(0, 65535, 35 * 20).astype(np.uint16).reshape(20, 35))
+    image = np.asarray(subject._read_rgb(path))
+    assert np.array_equal(image, cv2.imread(path)[..., ::-1]) and np.ptp(image) == 255
+
+
+@pytest.mark.parametrize('error', [SyntaxError, ValueError, OSError, None])
+def test_images_that_cannot_be_read_are_one_line(tmp_path, monkeypatch, error):
+    Image.new('RGB', (40, 30)).save(tmp_path / 'x.png')
+    if error is None:
+        monkeypatch.setattr(Image, 'MAX_IMAGE_PIXELS', 10)
+        message = r'Image size \(1200 pixels\) exceeds limit of 20 pixels'
+    else:
+        message = 'broken file'
+        monkeypatch.setattr(Image.Image, 'convert', Mock(side_effect=error(message)))
+    with pytest.raises(InputError, match=f'^--images .*x.png: {message}') as caught:
+        subject._read_rgb(tmp_path / 'x.png')
+    assert '\n' not in str(caught.value)
 
 
 def test_names_of_files_differ():

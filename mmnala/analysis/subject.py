@@ -15,7 +15,7 @@ from mmengine.dataset import Compose
 from mmengine.device import get_device
 from mmengine.registry import DATASETS, MODELS, init_default_scope
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps
 from timm.data import resolve_data_config
 from timm.layers import Format
 from torch import Tensor, nn
@@ -24,10 +24,13 @@ from .. import timm_models  # noqa: F401, registers nalaformer_*
 from ..checkpoint.files import local_file, read_checkpoint
 from ..engine.errors import InputError
 from ..engine.model_check import check_model
-from ..engine.testing import type_name, without_annotations
+from ..engine.testing import without_annotations
 from ..engine.tools import CfgOptions, check_weights, load_config
 
 TIMM = 'timm:'
+# What a test pipeline may do so that pixels of the file can be found in its output.
+RESIZES = ('FixScaleResize', 'Resize', 'ResizeEdge', 'ResizeShortestEdge', 'ResizeToMultiple')
+STAYS = ('AdjustGamma', 'CLAHE', 'Normalize', 'Pad', 'PhotoMetricDistortion', 'RandomFlip')
 IMAGE_SUFFIXES = ('.bmp', '.jpeg', '.jpg', '.png', '.tif', '.tiff', '.webp')
 
 
@@ -38,24 +41,26 @@ class Picture(NamedTuple):
         name: Its file's name without suffix.
         tensor: ``(1, 3, H, W)``, normalised and, below and to the right, padded.
         image: ``(h, w, 3)``, uint8 RGB, without the padding.
-        size: Height and width of the file, of which ``image`` is the whole; None if it was cropped.
+        size: Height and width of the file, of which ``image`` is the whole unless it was moved.
+        moved_by: The transform that moved it: cropped, flipped or what is not known here.
     """
 
     name: str
     tensor: Tensor
     image: NDArray[np.uint8]
-    size: tuple[int, int] | None
+    size: tuple[int, int]
+    moved_by: str | None = None
 
     def locate(self, x: float, y: float) -> tuple[float, float]:
         """The place in ``tensor`` of a pixel of the file, in pixels from its left upper corner.
 
         Raises:
-            InputError: If the pixel is outside, or the image was cropped.
+            InputError: If the pixel is outside, or the image was moved.
         """
-        if self.size is None:
+        if self.moved_by is not None:
             raise InputError(
-                f'point {x:g},{y:g}: the test pipeline crops the image, so that its pixels cannot '
-                'be followed; take the crop out of the pipeline (--cfg-options)'
+                f'point {x:g},{y:g}: pixels are followed through resizing and padding alone, and '
+                f'the test pipeline has {self.moved_by}; take it out (--cfg-options)'
             )
         height, width = self.size
         if not (0 <= x < width and 0 <= y < height):
@@ -240,27 +245,45 @@ def _prepare_timm(path: Path, data: dict[str, Any]) -> Picture:
 
 
 def _read_rgb(path: Path) -> Image.Image:
+    """An image file as the toolboxes load it: turned as its EXIF data say, 8 bits a channel."""
     try:
-        return Image.open(path).convert('RGB')
-    except (OSError, UnidentifiedImageError) as error:
-        raise InputError(f'--images {path}: {error}') from error
+        image = ImageOps.exif_transpose(Image.open(path))
+        if image.mode.startswith('I'):  # 16 bits of grey, which convert would clip
+            image = Image.fromarray((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8))
+        return image.convert('RGB')
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise InputError(f'--images {path}: {_line(error)}') from error
 
 
 def _run_pipeline(cfg: Config, model: Any, path: Path) -> Picture:
     """The config's own test pipeline, without annotations, and the model's data preprocessor."""
     size = _read_rgb(path).size[::-1]
-    transforms = without_annotations(_test_dataset(cfg).pipeline)
-    packed = Compose(transforms)(dict(img_path=str(path), img_id=0, ori_shape=size))
+    shown: tuple[int, ...] = size
+    moved_by = before = None
+    packed: Any = dict(img_path=str(path), img_id=0, ori_shape=size)
+    for transform in Compose(without_annotations(_test_dataset(cfg).pipeline)).transforms:
+        packed, name = transform(packed), type(transform).__name__
+        if not isinstance(packed, dict):
+            break
+        if 'img' not in packed:  # they are inputs now
+            continue
+        shape = np.shape(packed['img'])[:2]
+        if before is None:
+            size = shown = (shape[0], shape[1])
+        elif name in RESIZES:
+            shown = tuple(round(s * n / o) for s, n, o in zip(shown, shape, before, strict=True))
+        elif not name.startswith('Load') and (name not in STAYS or packed.get('flip')):
+            moved_by = moved_by or name
+        before = shape
     if not isinstance(packed, dict) or not isinstance(packed.get('inputs'), Tensor):
         raise InputError('test_dataloader: its pipeline gives no single image as inputs')
     image = packed['inputs'][[2, 1, 0]].permute(1, 2, 0)  # the toolboxes' pipelines have BGR
     batch = dict(inputs=[packed['inputs']], data_samples=[packed['data_samples']])
     with torch.no_grad():
         tensor = model.data_preprocessor(batch, training=False)['inputs']
-    cropped = any('Crop' in type_name(transform) for transform in transforms)
-    return Picture(
-        path.stem, tensor, image.to(torch.uint8).contiguous().numpy(), None if cropped else size
-    )
+    if moved_by is None:
+        image = image[: shown[0], : shown[1]]
+    return Picture(path.stem, tensor, image.to(torch.uint8).contiguous().numpy(), size, moved_by)
 
 
 def _test_dataset(cfg: Config) -> Any:
