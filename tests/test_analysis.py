@@ -19,7 +19,15 @@ from toy import run_tool, write_detection_config, write_scenes, write_segmentati
 
 from mmnala import NaLaFormer
 from mmnala.analysis import attention_map, contributions, norm_entropy, subject
-from mmnala.analysis.attention import Heads, attention_weights, entropy, visit_attention
+from mmnala.analysis.attention import (
+    Heads,
+    Layer,
+    attention_layers,
+    attention_weights,
+    entropy,
+    select_block,
+    visit_attention,
+)
 from mmnala.analysis.subject import Picture, unique_names
 from mmnala.engine.attention_monitor import sample_attention
 from mmnala.engine.errors import InputError
@@ -49,7 +57,7 @@ def make_image() -> torch.Tensor:
     return torch.randn(1, 3, 64, 128, dtype=torch.float64, generator=generator)
 
 
-def attention_layers(model: nn.Module, image: torch.Tensor) -> dict:
+def operator_inputs(model: nn.Module, image: torch.Tensor) -> dict:
     """Of each layer its module, inputs and what the operator makes of its queries and keys."""
     found = {}
     for name, module in model.named_modules():
@@ -69,7 +77,7 @@ def test_maps_are_rows_of_the_explicit_matrix(kind):
     points = [(0.0, 0.0), (255.0, 127.0), (50.0, 90.0)]
     maps = attention_map.attention_maps(model, picture, points)
     assert [m.point for m in maps] == points * 5
-    for name, (module, x, rotary) in attention_layers(model, image).items():
+    for name, (module, x, rotary) in operator_inputs(model, image).items():
         own = [m for m in maps if m.layer.name == name]
         query, key = (module._split_heads(part) for part in module.qkvg(x).chunk(4, -1)[:2])
         rows, columns = x.shape[1:3]
@@ -105,7 +113,7 @@ def test_entropies_are_those_of_the_monitor(kind):
     assert [(v.layer.stage, v.layer.block) for v in layers] == [
         *((0, 0), (1, 0), (1, 1), (2, 0), (3, 0))
     ]
-    modules = attention_layers(model, image)
+    modules = operator_inputs(model, image)
     for values in layers:
         module, x, rotary = modules[values.layer.name]
         sample = sample_attention(module, x, rotary, 10)
@@ -545,6 +553,10 @@ def test_contributions_tool(config, tmp_path):
     assert done.code == 0, done.output
     rows = read_csv(tmp_path / 'model' / 'contributions.csv')
     assert len(rows) == 8 * len(contributions.STRATEGIES)
+    last = (*where, '--block', -1)
+    done = run_tool('analysis/contributions.py', config, *last, '--out', 'last', cwd=tmp_path)
+    assert done.code == 0, done.output
+    assert read_csv(tmp_path / 'last' / 'contributions.csv') == rows  # it has one block
     done = run_tool('analysis/contributions.py', config, '--out', 'same', cwd=tmp_path)
     assert done.code == 0, done.output
 
@@ -555,6 +567,10 @@ def test_contributions_tool(config, tmp_path):
         ('attention_map', '--points 64,0', 'point 64,0: 0 is 64 wide and 64 high'),
         ('attention_map', '--points 1,1 --stages 4', '--stages 4: expected 0, 1, 2, 3'),
         ('attention_map', '--points 1,1 --block 1', '--block 1: expected -1 to 0'),
+        ('attention_map', '--points 1,1 --stages 1 --block -2', '--block -2: expected -1 to 0'),
+        ('norm_entropy', '--block -2', '--block -2: expected -1 to 0'),
+        ('contributions', '--stage 1 --block -2', '--block -2: expected -1 to 0'),
+        ('contributions', '--stage 4', '--stage 4: expected 0, 1, 2, 3'),
         ('attention_map', '--points 1', "--points: expected X,Y such as 120,64, got '1'"),
         ('contributions', '--head 3', '--head 3: expected 0 to 0'),
         ('contributions', '--stage 2', '--stage 2 --block 0: expected a linear attention, stage'),
@@ -569,6 +585,29 @@ def test_input_that_cannot_work_is_one_line(config, tmp_path, tool, options, mes
     assert done.code != 0
     assert message in done.output.splitlines()[-1], done.output
     assert not list((tmp_path / 'out').rglob('*.*'))
+
+
+def test_a_point_outside_a_later_image_leaves_no_half_result(config, tmp_path):
+    for name, width in (('a', 64), ('b', 48)):
+        Image.new('RGB', (width, 64)).save(tmp_path / f'{name}.png')
+    options = ('--images', 'a.png', 'b.png', '--points', '5,5', '50,50', '--out', 'out')
+    done = run_tool('analysis/attention_map.py', config, *options, cwd=tmp_path)
+    assert done.output.endswith('error: point 50,50: b is 48 wide and 64 high\n')
+    assert not list((tmp_path / 'out').iterdir())
+
+
+def test_a_block_is_counted_in_its_stage():
+    layers = [Layer(f'{s}.{b}', s, b) for s, depth in ((0, 2), (1, 3)) for b in range(depth)]
+
+    def names(*args):
+        return [layer.name for layer in select_block(layers, *args)]
+
+    assert names(-1) == ['0.1', '1.2'] and names(0) == ['0.0', '1.0']
+    assert names(2, [1]) == ['1.2'] and names(-3, [1]) == ['1.0']
+    for block in (2, -3):
+        with pytest.raises(InputError, match=f'--block {block}: expected -2 to 1'):
+            names(block)
+    assert attention_layers(make_model('signed'))[2].name == 'layers.1.blocks.1.attn'
 
 
 def test_a_checkpoint_that_lacks_weights_is_one_line(config, tmp_path):

@@ -6,7 +6,7 @@ Swin and ViT of mmseg, mmdet, mmpretrain and timm, with the other backbones that
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -112,6 +112,42 @@ def entropy(weights: Tensor, visible: Tensor | None = None) -> Tensor:
     return torch.special.entr(weights).sum(-1) / keys.to(weights.dtype).clamp_min(2).log()
 
 
+def attention_layers(backbone: nn.Module) -> list[Layer]:
+    """Every attention layer of a backbone that :func:`visit_attention` shows.
+
+    Raises:
+        InputError: If there are none that are known here.
+    """
+    return [_place(name) for name in _readable(backbone)]
+
+
+def select_block(
+    layers: Iterable[Layer], block: int, stages: Sequence[int] | None = None, option: str = 'stages'
+) -> list[Layer]:
+    """The layers of one block of each stage, for the options ``--block`` and ``--stages``.
+
+    Args:
+        layers: All of a backbone.
+        block: The block's number in its stage, negative from the last.
+        stages: Which stages; None is all.
+        option: The name of the option with the stages.
+
+    Raises:
+        InputError: If there is no such stage, or one of the stages has no such block.
+    """
+    of_stages: dict[int, list[Layer]] = {}
+    for layer in layers:
+        of_stages.setdefault(layer.stage, []).append(layer)
+    for stage in stages or ():
+        if stage not in of_stages:
+            raise InputError(f'--{option} {stage}: expected {", ".join(map(str, of_stages))}')
+    chosen = [of for stage, of in of_stages.items() if stages is None or stage in stages]
+    depth = min(map(len, chosen))
+    if not -depth <= block < depth:
+        raise InputError(f'--block {block}: expected {-depth} to {depth - 1}')
+    return [of_stage[block] for of_stage in chosen]
+
+
 @torch.no_grad()
 def visit_attention(
     backbone: nn.Module, image: Tensor, visit: Callable[[Layer, Heads], None]
@@ -126,18 +162,8 @@ def visit_attention(
     Raises:
         InputError: If the backbone has no attention that is known here, or does not take the image.
     """
-    readers = {
-        name: (module, reader)
-        for name, module in backbone.named_modules()
-        if (reader := _READERS.get(f'{type(module).__module__}.{type(module).__name__}'))
-    }
-    if not readers:
-        raise InputError(
-            f'{type(backbone).__name__}: it has no attention that is known here, which is that of '
-            'NaLaFormer, Swin, ViT and torch.nn.MultiheadAttention'
-        )
     handles = []
-    for name, (module, reader) in readers.items():
+    for name, (module, reader) in _readable(backbone).items():
         layer = _place(name)
 
         def hook(
@@ -157,6 +183,21 @@ def visit_attention(
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _readable(backbone: nn.Module) -> dict[str, tuple[nn.Module, Callable[..., Heads]]]:
+    """The attention modules by name, with what reads their queries and keys."""
+    readers = {
+        name: (module, reader)
+        for name, module in backbone.named_modules()
+        if (reader := _READERS.get(f'{type(module).__module__}.{type(module).__name__}'))
+    }
+    if not readers:
+        raise InputError(
+            f'{type(backbone).__name__}: it has no attention that is known here, which is that of '
+            'NaLaFormer, Swin, ViT and torch.nn.MultiheadAttention'
+        )
+    return readers
 
 
 def _place(name: str) -> Layer:

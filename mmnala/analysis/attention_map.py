@@ -82,22 +82,6 @@ def attention_maps(
     return found
 
 
-def select_block(maps: Iterable[AttentionMap], block: int) -> list[AttentionMap]:
-    """The maps of one block of each stage, negative from the last.
-
-    Raises:
-        InputError: If a stage has no such block.
-    """
-    maps = list(maps)
-    depths: dict[int, int] = {}
-    for item in maps:
-        depths[item.layer.stage] = max(depths.get(item.layer.stage, 0), item.layer.block + 1)
-    shortest = min(depths.values())
-    if not -shortest <= block < shortest:
-        raise InputError(f'--block {block}: expected {-shortest} to {shortest - 1}')
-    return [item for item in maps if item.layer.block == block % depths[item.layer.stage]]
-
-
 def average_heads(item: AttentionMap) -> AttentionMap:
     """The mean over all heads, as a single one."""
     return item._replace(weights=item.weights.mean(0, keepdims=True))

@@ -180,24 +180,14 @@ def point_rows(layers: Iterable[NormsAndEntropies], names: Sequence[str]) -> lis
     ]
 
 
-def draw(layers: Sequence[NormsAndEntropies], block: int) -> Figure:
-    """Panels of entropy with a column for each stage, and a colour for each head.
+def draw(layers: Sequence[NormsAndEntropies]) -> Figure:
+    """Panels of entropy with a column for each layer, and a colour for each head.
 
     The first row is against the norms of the queries, the second against those of the keys, and the
     third against the scale of the queries.
-
-    Args:
-        layers: From :func:`norms_and_entropies`.
-        block: Which block of a stage to draw; negative from the last. Shorter stages draw the
-            nearest they have.
     """
-    stages: dict[int, list[NormsAndEntropies]] = {}
-    for values in layers:
-        stages.setdefault(values.layer.stage, []).append(values)
-    figure, axes = panels(3, len(stages))
-    for column, of_stage in zip(axes.T, stages.values(), strict=True):
-        place = block if block >= 0 else len(of_stage) + block
-        values = of_stage[max(0, min(place, len(of_stage) - 1))]
+    figure, axes = panels(3, len(layers))
+    for column, values in zip(axes.T, layers, strict=True):
         _scatter(column[0], values.query_norm, values.entropy, 'norm of the query')
         if values.key_norm is None:
             column[1].set_axis_off()

@@ -8,6 +8,7 @@ linear attention can subtract.
 import argparse
 
 from mmnala.analysis import attention_map as analysis
+from mmnala.analysis.attention import attention_layers, select_block
 from mmnala.analysis.plotting import claim, save, table
 from mmnala.analysis.subject import (
     add_image_arguments,
@@ -18,7 +19,7 @@ from mmnala.analysis.subject import (
     point,
     unique_names,
 )
-from mmnala.engine.tools import fail, run
+from mmnala.engine.tools import run
 from mmnala.report.drawing import png
 
 
@@ -59,18 +60,17 @@ def main() -> None:
     args = parse_args()
     claim(args.out)
     subject = load_subject(args, whole=True)
+    chosen = select_block(attention_layers(subject.backbone), args.block, args.stages)
     pictures = load_pictures(subject, args)
     points = list(dict.fromkeys(args.points))
+    for picture in pictures:  # what cannot be found is said before anything is written
+        for x, y in points:
+            picture.locate(x, y)
     for name, picture in zip(unique_names(pictures), pictures, strict=True):
         maps = analysis.attention_maps(
             subject.backbone, picture, points, rotated=not args.without_rotary
         )
-        known = sorted({item.layer.stage for item in maps})
-        for stage in args.stages or ():
-            if stage not in known:
-                fail(f'--stages {stage}: expected {", ".join(map(str, known))}')
-        maps = [item for item in maps if item.layer.stage in (args.stages or known)]
-        maps = analysis.select_block(maps, args.block)
+        maps = [item for item in maps if item.layer in chosen]
         if not args.per_head:
             maps = [analysis.average_heads(item) for item in maps]
         rows = analysis.rows(name, maps, averaged=not args.per_head)

@@ -10,7 +10,13 @@ import argparse
 import torch
 
 from mmnala.analysis import contributions as analysis
-from mmnala.analysis.attention import Heads, Layer, visit_attention
+from mmnala.analysis.attention import (
+    Heads,
+    Layer,
+    attention_layers,
+    select_block,
+    visit_attention,
+)
 from mmnala.analysis.attention_map import token_at
 from mmnala.analysis.plotting import as_text, claim, save, table
 from mmnala.analysis.subject import (
@@ -40,7 +46,10 @@ def parse_args() -> argparse.Namespace:
         help="pixels of the model's query and key in the first image (default: its centre, twice)",
     )
     for name in ('stage', 'block', 'head'):
-        parser.add_argument(f'--{name}', type=int, help="of the model's pair (default: 0)")
+        counted = ", negative from the stage's last" if name == 'block' else ''
+        parser.add_argument(
+            f'--{name}', type=int, help=f"of the model's pair{counted} (default: 0)"
+        )
     args = parser.parse_args()
     names = ('channels',) if args.config else ('images', 'points', 'stage', 'block', 'head')
     for name in names:
@@ -52,9 +61,11 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def model_pair(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
-    """The query and the key of a NaLaFormer at the chosen pixels, without rotary embedding."""
+def model_pair(args: argparse.Namespace) -> tuple[Layer, torch.Tensor, torch.Tensor]:
+    """A layer of a NaLaFormer, and its query and key at the chosen pixels, without rotary."""
     subject = load_subject(args, whole=True)
+    layers = attention_layers(subject.backbone)
+    (layer,) = select_block(layers, args.block, [args.stage], 'stage')
     args.num_images = 1
     picture = load_pictures(subject, args)[0]
     height, width = picture.image.shape[:2]
@@ -70,12 +81,12 @@ def model_pair(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
         tokens = (token_at(place, heads.grid, picture.tensor.shape[2:]) for place in places)
         if heads.feature_map is not None:
             query, key = (x[0, :, token].cpu() for x, token in zip(heads[:2], tokens, strict=True))
-            pairs[layer.stage, layer.block] = query, key
+            pairs[layer] = query, key
 
     visit_attention(subject.backbone, picture.tensor, visit)
-    chosen = pairs.get((args.stage, args.block))
+    chosen = pairs.get(layer)
     if chosen is None:
-        blocks = ', '.join(f'{stage}/{block}' for stage, block in pairs) or 'none'
+        blocks = ', '.join(f'{linear.stage}/{linear.block}' for linear in pairs) or 'none'
         fail(
             f'--stage {args.stage} --block {args.block}: expected a linear attention, '
             f'stage/block {blocks}'
@@ -83,7 +94,7 @@ def model_pair(args: argparse.Namespace) -> tuple[torch.Tensor, torch.Tensor]:
     heads = len(chosen[0])
     if not 0 <= args.head < heads:
         fail(f'--head {args.head}: expected 0 to {heads - 1}')
-    return chosen[0][args.head], chosen[1][args.head]
+    return layer, chosen[0][args.head], chosen[1][args.head]
 
 
 def main() -> None:
@@ -93,8 +104,8 @@ def main() -> None:
         pair = analysis.example_pair(args.channels, args.seed)
         title = f'a random pair, seed {args.seed}'
     else:
-        pair = model_pair(args)
-        title = f'stage {args.stage}, block {args.block}, head {args.head}'
+        layer, *pair = model_pair(args)
+        title = f'stage {layer.stage}, block {layer.block}, head {args.head}'
     rows = analysis.rows(*pair)
     print(as_text(analysis.SUMMARY_COLUMNS, analysis.summary(rows)))
     save(

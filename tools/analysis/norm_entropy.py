@@ -8,6 +8,7 @@ The norm of a key is that of the query's own token.
 import argparse
 
 from mmnala.analysis import norm_entropy as analysis
+from mmnala.analysis.attention import attention_layers, select_block
 from mmnala.analysis.plotting import as_text, claim, save, table
 from mmnala.analysis.subject import (
     add_image_arguments,
@@ -46,6 +47,7 @@ def main() -> None:
     args = parse_args()
     claim(args.out)
     subject = load_subject(args, whole=True)
+    drawn = select_block(attention_layers(subject.backbone), args.block)
     pictures = load_pictures(subject, args)
     layers = analysis.norms_and_entropies(
         subject.backbone, (picture.tensor for picture in pictures), args.queries
@@ -56,7 +58,7 @@ def main() -> None:
     save(
         args.out,
         {
-            'norm_entropy.png': png(analysis.draw(layers, args.block)),
+            'norm_entropy.png': png(analysis.draw([v for v in layers if v.layer in drawn])),
             'points.csv': table(analysis.POINT_COLUMNS, points),
             'scaling.csv': table(analysis.SCALING_COLUMNS, analysis.scaling_rows(layers)),
             'spearman.csv': table(analysis.CORRELATION_COLUMNS, correlations),
