@@ -346,6 +346,8 @@ def _write_onnx(
         input_names=['image'],
         output_names=output_names(model),
     )
+    for node in program.model.graph.all_nodes():  # type: ignore[union-attr]
+        node.metadata_props.clear()  # stack traces, with paths of this machine
     program.model.metadata_props.update(meta)  # type: ignore[union-attr]
     program.save(path, external_data=False)  # type: ignore[union-attr]
 

@@ -110,8 +110,10 @@ def test_layouts(tool, tmp_path, state, to, expected, ending):
 
 def test_mmpretrain_computes_the_releases_logits(tool, tmp_path):
     pytest.importorskip('mmpretrain')
+    from mmengine.registry import init_default_scope
     from mmpretrain.models import ImageClassifier
 
+    init_default_scope('mmpretrain')
     write(RELEASE, tmp_path / 'in.pth')
     assert tool(tmp_path / 'in.pth', tmp_path / 'out.pth', '--to', 'mmpretrain').code == 0
     width, channels = RELEASE['proj.weight'].shape

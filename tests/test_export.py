@@ -99,7 +99,7 @@ def segmentor(tmp_path_factory) -> Path:
     done = run_tool('export.py', config, 'model.pth', 'model.onnx', cwd=folder)
     assert done.code == 0, done.output
     assert re.search(
-        r'^model.onnx: 0.\d MB, largest relative difference \d\.\de-0[678]$', done.output, re.M
+        r'^model.onnx: 0\.\d MB, largest relative difference \d\.\de-0[678]$', done.output, re.M
     )
     return folder
 
