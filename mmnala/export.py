@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from .backbones.nalaformer import GatedAttention
 from .checkpoint.files import write_new
 from .engine.errors import InputError
+from .engine.tools import innermost_dataset
 from .version import __version__
 
 ENDINGS = ('.onnx', '.pt2', '.pt', '.ts')
@@ -190,9 +191,7 @@ def metadata(cfg: Config, kind: str) -> dict[str, str]:
         model = inner  # out of the test-time augmentation wrapper
     processor = model.get('data_preprocessor') or cfg.get('data_preprocessor') or {}
     swaps = ('bgr_to_rgb', 'rgb_to_bgr', 'to_rgb')
-    dataset = (cfg.get('test_dataloader') or {}).get('dataset', {})
-    while 'dataset' in dataset:
-        dataset = dataset['dataset']
+    dataset = innermost_dataset((cfg.get('test_dataloader') or {}).get('dataset', {}))
     cls = DATASETS.get(dataset['type']) if isinstance(dataset.get('type'), str) else None
     names = {**getattr(cls, 'METAINFO', {}), **(dataset.get('metainfo') or {})}
     values = dict(

@@ -25,7 +25,7 @@ from ..checkpoint.files import local_file, read_checkpoint
 from ..engine.errors import InputError
 from ..engine.model_check import check_model
 from ..engine.testing import without_annotations
-from ..engine.tools import CfgOptions, check_weights, load_config
+from ..engine.tools import CfgOptions, check_weights, innermost_dataset, load_config
 
 TIMM = 'timm:'
 # What a test pipeline may do so that pixels of the file can be found in its output.
@@ -287,10 +287,8 @@ def _run_pipeline(cfg: Config, model: Any, path: Path) -> Picture:
 
 
 def _test_dataset(cfg: Config) -> Any:
-    dataset = (cfg.get('test_dataloader') or {}).get('dataset')
-    while dataset is not None and 'dataset' in dataset:
-        dataset = dataset.dataset
-    if dataset is None or not dataset.get('pipeline'):
+    dataset = innermost_dataset((cfg.get('test_dataloader') or {}).get('dataset', {}))
+    if not dataset.get('pipeline'):
         raise InputError('config: it has no test_dataloader.dataset with a pipeline')
     return dataset
 

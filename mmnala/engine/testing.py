@@ -8,7 +8,7 @@ from typing import Any
 from mmengine.config import Config, ConfigDict
 
 from ..datasets.official import CITYSCAPES_LABELS
-from .tools import fail
+from .tools import fail, innermost_dataset
 
 
 def type_name(cfg: Mapping[str, Any]) -> str:
@@ -19,10 +19,7 @@ def type_name(cfg: Mapping[str, Any]) -> str:
 
 def test_dataset(cfg: Config) -> ConfigDict:
     """The test set's config inside its wrappers."""
-    dataset = cfg.test_dataloader.dataset
-    while 'dataset' in dataset:
-        dataset = dataset.dataset
-    return dataset
+    return innermost_dataset(cfg.test_dataloader.dataset)
 
 
 def annotation_labels(cfg: Config, metainfo: Mapping[str, Any]) -> list[int]:

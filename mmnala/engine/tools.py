@@ -99,14 +99,19 @@ def load_config(args: argparse.Namespace) -> Config:
     return cfg
 
 
+def innermost_dataset(dataset: Any) -> Any:
+    """A data set's config inside its wrappers."""
+    while 'dataset' in dataset:
+        dataset = dataset['dataset']
+    return dataset
+
+
 def _data_roots(cfg: Config) -> set[str]:
     """The folders that the loaders name, which a config's own ``data_root`` need not be."""
     roots = set()
     for loader in ('train_dataloader', 'val_dataloader', 'test_dataloader'):
         dataset = (cfg.get(loader) or {}).get('dataset', {})
-        while 'dataset' in dataset:
-            dataset = dataset.dataset
-        roots.add(dataset.get('data_root'))
+        roots.add(innermost_dataset(dataset).get('data_root'))
     return {root for root in roots if root}
 
 
