@@ -4,11 +4,27 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 from safetensors import safe_open
 
 # Triton reads this when it defines the kernels: without a GPU it interprets them.
 if not torch.cuda.is_available():
     os.environ['TRITON_INTERPRET'] = '1'
+
+# The suite draws the same examples each time, on a machine of any speed; `pytest
+# --hypothesis-profile=thorough` draws new ones, and many.
+settings.register_profile(
+    'suite',
+    derandomize=True,
+    database=None,
+    deadline=None,
+    max_examples=25,
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.register_profile(
+    'thorough', settings.get_profile('suite'), derandomize=False, max_examples=2000, print_blob=True
+)
+settings.load_profile('suite')
 
 DATA = Path(__file__).parent / 'data'
 
