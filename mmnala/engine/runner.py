@@ -12,6 +12,22 @@ from torch import nn
 from .sync_bn import CPUSyncBatchNorm
 
 
+def init_gloo(launcher: str, timeout: float | None = None) -> None:
+    """Create the process group of CPU processes.
+
+    Args:
+        launcher: Who started them, as in mmengine.
+        timeout: Seconds after which waiting for another process fails; None is torch's default.
+
+    Raises:
+        ValueError: If they were not started by torchrun.
+    """
+    if launcher != 'pytorch':
+        raise ValueError(f"launcher must be 'pytorch' (torchrun) without a GPU, got {launcher!r}")
+    limit = None if timeout is None else datetime.timedelta(seconds=timeout)
+    torch.distributed.init_process_group('gloo', timeout=limit)
+
+
 @RUNNERS.register_module(force=True)
 class CPUDistributedRunner(Runner):
     """Runner whose processes talk over gloo and keep their models on the CPU.
@@ -26,13 +42,7 @@ class CPUDistributedRunner(Runner):
     def setup_env(self, env_cfg: dict) -> None:
         """Create the gloo process group, then set up the rest as mmengine does."""
         if self.distributed and not is_distributed():
-            if self._launcher != 'pytorch':
-                raise ValueError(
-                    f"launcher must be 'pytorch' (torchrun) without a GPU, got {self._launcher!r}"
-                )
-            seconds = env_cfg.get('dist_cfg', {}).get('timeout')
-            timeout = None if seconds is None else datetime.timedelta(seconds=seconds)
-            torch.distributed.init_process_group('gloo', timeout=timeout)
+            init_gloo(self._launcher, env_cfg.get('dist_cfg', {}).get('timeout'))
         super().setup_env(env_cfg)
 
     def wrap_model(self, model_wrapper_cfg: dict | None, model: nn.Module) -> nn.Module:
