@@ -17,6 +17,9 @@ ROOT = Path(__file__).parent.parent
 SCRIPT = ROOT / 'tools' / 'bootstrap.py'
 
 
+sys.path.insert(0, str(SCRIPT.parent))
+
+
 def load(path):
     spec = importlib.util.spec_from_file_location('bootstrap', path)
     module = importlib.util.module_from_spec(spec)
@@ -28,7 +31,7 @@ def load(path):
 def checkout(tmp_path):
     """The files that the set-up reads, in a folder of their own and without a .venv."""
     folder = tmp_path / 'checkout'
-    for path in load(SCRIPT).INPUTS:
+    for path in (*load(SCRIPT).INPUTS, SCRIPT.with_name('check_env.py')):
         target = folder / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, target)

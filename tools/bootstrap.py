@@ -29,6 +29,9 @@ import time
 import zipfile
 from pathlib import Path
 
+import check_env
+from check_env import find_nvcc, python_is_supported
+
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / '.venv'
 PYTHON = VENV / 'bin' / 'python'
@@ -45,8 +48,6 @@ INPUTS = (
     ROOT / 'mmnala' / 'version.py',
     Path(__file__).resolve(),
 )
-
-SUPPORTED = ((3, 10), (3, 12))
 
 # Measured with the CUDA build of torch, the largest. Bytes.
 VENV_SIZE = 8.0e9
@@ -76,24 +77,21 @@ for requirement in map(Requirement, sys.argv[1:]):
 """
 TORCH_PROBE = """
 import json, sysconfig
-import setuptools, torch
+import setuptools
 from distutils.ccompiler import new_compiler
 from distutils.sysconfig import customize_compiler
+{TORCH_FACTS}
 from torch.utils import cpp_extension
 compiler = new_compiler()
 customize_compiler(compiler)
-devices = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-print(json.dumps({
-    'torch': torch.__version__,
-    'cuda': torch.version.cuda,
-    'cuda_home': cpp_extension.CUDA_HOME,
-    'capabilities': sorted({'%d.%d' % torch.cuda.get_device_capability(i) for i in devices}),
-    'flags': compiler.compiler_so[1:]
+facts['flags'] = (
+    compiler.compiler_so[1:]
     + ['-I' + path for path in cpp_extension.include_paths()]
     + ['-I' + sysconfig.get_path('include')]
-    + ['-std=c++17', '-DTORCH_API_INCLUDE_EXTENSION_H', '-DTORCH_EXTENSION_NAME=_ext'],
-}))
-"""
+    + ['-std=c++17', '-DTORCH_API_INCLUDE_EXTENSION_H', '-DTORCH_EXTENSION_NAME=_ext']
+)
+print(json.dumps(facts))
+""".replace('{TORCH_FACTS}', check_env.TORCH_FACTS)
 IMPORTS_PROBE = 'import cv2, mmcv.ops, mmengine, mmdet, mmpretrain, mmseg, mmnala'
 
 
@@ -112,16 +110,11 @@ def gigabytes(size):
 # Checks, before anything is downloaded.
 
 
-def python_is_supported():
-    return SUPPORTED[0] <= sys.version_info[:2] <= SUPPORTED[1]
-
-
 def check_python():
     if not python_is_supported():
         raise SetupError(
-            'Python {}.{} to {}.{} is needed, this is {}.{} ({}); name another one with '
-            'PYTHON=python3.11'.format(
-                *SUPPORTED[0], *SUPPORTED[1], *sys.version_info[:2], sys.executable
+            '{} is needed, this is {}.{} ({}); name another one with PYTHON=python3.11'.format(
+                check_env.python_range(), *sys.version_info[:2], sys.executable
             )
         )
     version = 'python{}.{}'.format(*sys.version_info[:2])
@@ -355,18 +348,9 @@ def cuda_tag(facts):
     """
     if not facts['capabilities']:
         return 'cpu'
-    release = None
-    if facts['cuda_home']:
-        with contextlib.suppress(OSError, subprocess.CalledProcessError):
-            nvcc = os.path.join(facts['cuda_home'], 'bin', 'nvcc')
-            text = subprocess.check_output([nvcc, '--version'], universal_newlines=True)
-            release = re.search(r'release (\d+\.\d+)', text)
-    if release is None:
-        reason = 'no CUDA compiler (nvcc) was found'
-    elif release.group(1).split('.')[0] != str(facts['cuda']).split('.')[0]:
-        reason = 'nvcc is of CUDA {}, torch of CUDA {}'.format(release.group(1), facts['cuda'])
-    else:
-        return 'cuda{}-sm{}'.format(release.group(1), '+'.join(facts['capabilities']))
+    nvcc, reason = find_nvcc(facts)
+    if reason is None:
+        return 'cuda{}-sm{}'.format(nvcc, '+'.join(facts['capabilities']))
     say(
         "A GPU is there, but {}: mmcv's operators will run on the CPU only. NaLaFormer needs none "
         'of them; torch uses the GPU as usual.'.format(reason)
