@@ -21,6 +21,7 @@ from PIL import Image
 
 # Far above any image of these data sets, and 100 MB as RGB for each worker.
 MAX_PIXELS = 2**25
+LARGEST_LIMIT = 2**30  # OpenCV's own
 MAX_LISTED = 10
 
 Item = TypeVar('Item')
@@ -35,9 +36,16 @@ class Problem(NamedTuple):
 
 
 class Report:
-    """The problems found so far, of which the first :data:`MAX_LISTED` of every kind are kept."""
+    """The problems found so far, of which the first :data:`MAX_LISTED` of every kind are kept.
 
-    def __init__(self) -> None:
+    Args:
+        root: The data set's folder.
+        allow_links: Whether files may be links that lead out of it.
+    """
+
+    def __init__(self, root: Path, allow_links: bool = False) -> None:
+        self.root = root
+        self.allow_links = allow_links
         self.counts: Counter[str] = Counter()
         self.messages: dict[str, list[str]] = {}
         self.hints: list[str] = []
@@ -60,6 +68,27 @@ class Report:
     def extend(self, problems: Iterable[Problem]) -> None:
         for problem in problems:
             self.add(*problem)
+
+    def list_names(self, folder: Path) -> list[str]:
+        """The sorted names in a folder, without the hidden ones, which the toolboxes pass over too.
+
+        Left out and reported are files that are links to somewhere outside of the data set, unless
+        they are allowed. The folders themselves may lie anywhere.
+        """
+        names = sorted(name for name in os.listdir(folder) if not name.startswith('.'))
+        if self.allow_links:
+            return names
+        homes = self.root.resolve(), folder.resolve()
+        inside = []
+        for name in names:
+            path = folder / name
+            if path.is_symlink() and not path.is_dir():
+                target = path.resolve()
+                if not any(target.is_relative_to(home) for home in homes):
+                    self.add('link out of the data set', f'{path} leads to {target}')
+                    continue
+            inside.append(name)
+        return inside
 
     def check_count(
         self, what: str, found: int, official: int, partial: bool, hint: str = ''
@@ -128,6 +157,17 @@ def command_line(
         default=os.cpu_count() or 1,
         help='threads that decode the images (default: one for every CPU)',
     )
+    parser.add_argument(
+        '--max-pixels',
+        type=_positive,
+        default=MAX_PIXELS,
+        help='do not decode images whose headers claim more (default: %(default)s)',
+    )
+    parser.add_argument(
+        '--allow-links',
+        action='store_true',
+        help='accept files that are symbolic links to somewhere outside of ROOT',
+    )
     return parser
 
 
@@ -136,11 +176,16 @@ def run(
 ) -> int:
     """Parse the command line, check and print the report; returns the exit code."""
     args = parser.parse_args()
-    report = Report()
+    if args.max_pixels > LARGEST_LIMIT:
+        parser.error(f'--max-pixels {args.max_pixels}: expected at most {LARGEST_LIMIT}')
+    report = Report(args.root, args.allow_links)
+    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, args.max_pixels
     try:
         check(args, report)
     except OSError as error:
         parser.exit(1, f'{parser.prog}: error: {error}\n')
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
     return report.finish()
 
 
@@ -168,11 +213,6 @@ def in_parallel(
                 progress.advance(task)
 
 
-def list_names(folder: Path) -> list[str]:
-    """The sorted names in a folder, without the hidden ones, which the toolboxes pass over too."""
-    return sorted(name for name in os.listdir(folder) if not name.startswith('.'))
-
-
 def _require_file(path: Path) -> None:
     if not path.is_file():  # but a folder, a pipe or a broken link
         raise ValueError('is no file')
@@ -182,15 +222,16 @@ def read_image(path: Path) -> Image.Image:
     """Read and decode a JPEG or PNG file.
 
     Raises:
-        ValueError: it is no such file, its header tells a size beyond :data:`MAX_PIXELS`, or its
-            data are damaged.
+        ValueError: it is no such file, its header tells a size beyond Pillow's own limit, which
+            :func:`run` sets, or its data are damaged.
     """
     try:
         _require_file(path)
         with Image.open(path, formats=('JPEG', 'PNG')) as image:
             width, height = image.size
-            if width * height > MAX_PIXELS:
-                raise ValueError(f'claims {width}x{height} pixels, more than {MAX_PIXELS}')
+            limit = Image.MAX_IMAGE_PIXELS or LARGEST_LIMIT
+            if width * height > limit:  # of which Pillow only warns
+                raise ValueError(f'claims {width}x{height} pixels, more than {limit}')
             image.load()
     except Exception as error:  # Pillow's readers raise errors of any kind at damaged data.
         raise ValueError(str(error) or repr(error)) from None

@@ -15,7 +15,6 @@ from mmnala.datasets.check import (
     find_parts,
     in_parallel,
     label_problems,
-    list_names,
     read_image,
     read_labels,
     run,
@@ -41,7 +40,7 @@ def find_names(folder: Path, split: str, suffix: str, report: Report) -> set[str
     """The names, without suffix, of the split's files in a folder; others are reported."""
     pattern = re.compile(rf'{ADE20K_PREFIXES[split]}(\d{{8}}){re.escape(suffix)}', re.ASCII)
     names = set()
-    for name in list_names(folder):
+    for name in report.list_names(folder):
         match = pattern.fullmatch(name)
         if match and 1 <= int(match[1]) <= ADE20K_COUNTS[split]:
             names.add(name.removesuffix(suffix))

@@ -26,7 +26,6 @@ from mmnala.datasets.check import (
     find_parts,
     in_parallel,
     label_problems,
-    list_names,
     read_image,
     read_json,
     read_labels,
@@ -63,14 +62,14 @@ def find_scenes(folder: Path, split: str, suffixes: tuple, report: Report) -> di
     A folder that does not exist has none: not all who have the test images have their annotations.
     """
     found: dict[str, set[str]] = {suffix: set() for suffix in suffixes}
-    for city in list_names(folder) if folder.is_dir() else ():
+    for city in report.list_names(folder) if folder.is_dir() else ():
         if city not in CITYSCAPES_CITIES[split] or not (folder / city).is_dir():
             report.add('unexpected file', f'{folder / city} is no city of {split}')
             continue
         pattern = re.compile(
             rf'({city}_\d{{6}}_\d{{6}})({"|".join(map(re.escape, suffixes))})', re.ASCII
         )
-        for name in list_names(folder / city):
+        for name in report.list_names(folder / city):
             if match := pattern.fullmatch(name):
                 found[match[2]].add(f'{city}/{match[1]}')
             else:

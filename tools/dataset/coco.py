@@ -17,7 +17,6 @@ from mmnala.datasets.check import (
     command_line,
     find_parts,
     in_parallel,
-    list_names,
     read_image,
     read_json,
     run,
@@ -176,7 +175,7 @@ def check_split(root: Path, split: str, args: argparse.Namespace, report: Report
         if is_integer(annotation.get('image_id')):
             annotated.add(annotation['image_id'])
 
-    files = set(list_names(root / split))
+    files = set(report.list_names(root / split))
     for name in sorted(named.keys() - files):
         report.add('missing file', f'{split}/{name}')
     for name in sorted(files - named.keys()):
@@ -197,8 +196,10 @@ def check_split(root: Path, split: str, args: argparse.Namespace, report: Report
 def check(args: argparse.Namespace, report: Report) -> None:
     parts = [*COCO_COUNTS, *(f'annotations/instances_{split}.json' for split in COCO_COUNTS)]
     if find_parts(args.root, parts, ARCHIVES, MISTAKES, report):
+        files = report.list_names(args.root / 'annotations')
         for split in COCO_COUNTS:
-            check_split(args.root, split, args, report)
+            if f'instances_{split}.json' in files:
+                check_split(args.root, split, args, report)
 
 
 if __name__ == '__main__':
