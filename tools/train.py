@@ -4,8 +4,9 @@ import argparse
 
 from mmengine.config import Config
 from mmengine.device import get_device
-from mmengine.runner import find_latest_checkpoint
 
+from mmnala.engine.faults import harden, named_faults
+from mmnala.engine.resuming import RESUMABLE, check_same, find_resumable
 from mmnala.engine.tools import (
     argument_parser,
     build_runner,
@@ -25,7 +26,7 @@ def parse_args() -> argparse.Namespace:
         const='auto',
         metavar='CHECKPOINT',
         help='continue from this checkpoint, or, without a value or with "auto", from the latest '
-        'one in the work folder; where there is none yet, training starts anew',
+        'intact one in the work folder; where there is none yet, training starts anew',
     )
     parser.add_argument('--amp', action='store_true', help='mixed precision (needs a GPU)')
     parser.add_argument(
@@ -74,9 +75,11 @@ def enable_tensorboard(cfg: Config) -> None:
     cfg.visualizer.vis_backends = backends
 
 
+@named_faults()
 def main() -> None:
     args = parse_args()
     cfg = load_config(args)
+    harden(cfg)
     if args.amp:
         enable_amp(cfg)
     if args.auto_scale_lr:
@@ -84,16 +87,27 @@ def main() -> None:
     if args.tensorboard:
         enable_tensorboard(cfg)
 
-    filename = find_latest_checkpoint(cfg.work_dir) if args.resume == 'auto' else args.resume
-    if filename is not None:
+    auto = args.resume == 'auto' or (
+        args.resume is None and cfg.get('resume') and cfg.get('load_from') is None
+    )
+    filename, damaged = args.resume, []
+    if auto:
+        found = find_resumable(cfg, read_checkpoint)
+        filename, checkpoint, damaged = found or (None, None, [])
+    elif filename is not None:
         checkpoint = read_checkpoint(filename)
-        if not {'meta', 'message_hub', 'state_dict'} <= checkpoint.keys():
+        if not checkpoint.keys() >= RESUMABLE:
             fail(f'--resume {filename}: not a checkpoint of an mmengine training')
+    if filename is not None:
         cfg.load_from = filename
-    if args.resume is not None:
+    if auto or filename is not None:
         cfg.resume = filename is not None
 
     runner = build_runner(cfg)
+    if auto:
+        check_same(filename)
+    for reason in damaged:
+        runner.logger.warning(f'--resume auto: passed over a damaged checkpoint: {reason}')
     if filename is not None:
         check_weights(runner.model, checkpoint, filename)
         del checkpoint

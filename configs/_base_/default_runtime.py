@@ -9,7 +9,7 @@ default_hooks = dict(
     timer=dict(type='IterTimerHook'),
     logger=dict(type='LoggerHook', interval=50),
     param_scheduler=dict(type='ParamSchedulerHook'),
-    checkpoint=dict(type='CheckpointHook', max_keep_ckpts=2),
+    checkpoint=dict(type='SafeCheckpointHook', max_keep_ckpts=2),
     sampler_seed=dict(type='DistSamplerSeedHook'),
 )
 # The hooks below make a run depend on the seed alone.
@@ -22,6 +22,10 @@ custom_hooks = [
     dict(type='SyncBuffersHook'),
     # Curves and classes as pictures beside the log, when the training ends.
     dict(type='PlotLogHook'),
+    # Faults: an unreadable image, a loss that is not finite, a scheduler that ends the job.
+    dict(type='UnreadableImageHook'),
+    dict(type='NonFiniteLossHook', action='stop'),
+    dict(type='PreemptionHook'),
 ]
 log_level = 'INFO'
 load_from = None

@@ -3,8 +3,12 @@ from .hooks import IterationSeedHook
 from .instance_tta import InstanceTTAModel
 from .label_check import LabelCheckHook
 from .layer_decay import LayerDecayOptimWrapperConstructor
+from .non_finite_loss import NonFiniteLossHook
 from .plot_log import PlotLogHook
+from .preemption import PreemptionHook
 from .runner import CPUDistributedRunner
+from .safe_checkpoint import SafeCheckpointHook
+from .unreadable_image import UnreadableImageHook
 
 __all__ = [
     'AttentionMonitorHook',
@@ -13,5 +17,9 @@ __all__ = [
     'IterationSeedHook',
     'LabelCheckHook',
     'LayerDecayOptimWrapperConstructor',
+    'NonFiniteLossHook',
     'PlotLogHook',
+    'PreemptionHook',
+    'SafeCheckpointHook',
+    'UnreadableImageHook',
 ]

@@ -9,6 +9,7 @@ from mmengine.registry import MODEL_WRAPPERS, RUNNERS
 from mmengine.runner import Runner
 from torch import nn
 
+from .errors import InputError
 from .sync_bn import CPUSyncBatchNorm
 
 
@@ -21,9 +22,14 @@ def init_gloo(launcher: str, timeout: float | None = None) -> None:
 
     Raises:
         ValueError: If they were not started by torchrun.
+        InputError: If ``timeout`` is no positive number.
     """
     if launcher != 'pytorch':
         raise ValueError(f"launcher must be 'pytorch' (torchrun) without a GPU, got {launcher!r}")
+    if timeout is not None and not (isinstance(timeout, int | float) and timeout > 0):
+        raise InputError(
+            f'env_cfg.dist_cfg.timeout must be a positive number of seconds, got {timeout!r}'
+        )
     limit = None if timeout is None else datetime.timedelta(seconds=timeout)
     torch.distributed.init_process_group('gloo', timeout=limit)
 
