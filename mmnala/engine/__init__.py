@@ -8,11 +8,13 @@ from .plot_log import PlotLogHook
 from .preemption import PreemptionHook
 from .runner import CPUDistributedRunner
 from .safe_checkpoint import SafeCheckpointHook
+from .strategies import DataParallelStrategy, ShardedStrategy
 from .unreadable_image import UnreadableImageHook
 
 __all__ = [
     'AttentionMonitorHook',
     'CPUDistributedRunner',
+    'DataParallelStrategy',
     'InstanceTTAModel',
     'IterationSeedHook',
     'LabelCheckHook',
@@ -21,5 +23,6 @@ __all__ = [
     'PlotLogHook',
     'PreemptionHook',
     'SafeCheckpointHook',
+    'ShardedStrategy',
     'UnreadableImageHook',
 ]
