@@ -159,6 +159,11 @@ class ShardedStrategy(_AnyDevice, FSDPStrategy):
             wrapper.clip_func = lambda params, **kwargs: model.clip_grad_norm_(**kwargs)
         return wrapper
 
+    def model_state_dict(self) -> dict:
+        """The model's weights, whole on the first process."""
+        # torch marks each of them with an attribute, which safe readers of the file do not know.
+        return {name: value.detach() for name, value in super().model_state_dict().items()}
+
     def optim_state_dict(self) -> dict:
         """The optimiser's states, whole on the first process, by the parameters' names."""
         states = FullyShardedDataParallel.optim_state_dict(self.model, self.optim_wrapper.optimizer)
