@@ -36,7 +36,7 @@ PARTS = ('datasets', 'engine', 'evaluation', 'models', 'visualization')
 _processes = multiprocessing.get_context('forkserver')
 _processes.set_forkserver_preload(
     [f'{toolbox}.{part}' for toolbox in ('mmseg', 'mmdet', 'mmpretrain') for part in PARTS]
-    + ['mmnala.engine.tools']
+    + ['mmnala.engine.tools', 'matplotlib.backends.backend_agg', 'setuptools']
 )
 
 
@@ -94,6 +94,7 @@ def _run(script: str, args: tuple, log: Path, cwd: Path, env: dict) -> None:
     os.chdir(cwd)
     os.environ.update(env)
     sys.argv = [str(TOOLS / script), *map(str, args)]
+    sys.path.insert(0, str(Path(sys.argv[0]).parent))  # as Python does
     runpy.run_path(sys.argv[0], run_name='__main__')
 
 
