@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .plain import EPS, FEATURE_MAPS, MIN_NORM, OFFSET, POWER
+from .plain import EPS, FEATURE_MAPS, MIN_NORM, OFFSET, POWER, nan_if_infinite, unit_and_norm
 
 # Elements of one chunk's features over all heads: 512 KiB in float32, half of a core's L2 cache.
 CHUNK_ELEMENTS = 2**17
@@ -73,11 +73,9 @@ def _sum_of_halves(x: Tensor) -> Tensor:
 
 
 def _signed_query(query: Tensor) -> tuple[Tensor, Pullback]:
-    norm = torch.linalg.vector_norm(query, dim=-1, keepdim=True)
+    direction, norm = unit_and_norm(query)
     tanh = norm.tanh()
     power = POWER * (OFFSET + tanh)
-    norm.clamp_(min=MIN_NORM)
-    direction = query / norm
     # The smallest normal number stands for 0, which has no logarithm.
     size = direction.abs().clamp_(min=torch.finfo(query.dtype).tiny)
     log = size.log2()
@@ -87,8 +85,9 @@ def _signed_query(query: Tensor) -> tuple[Tensor, Pullback]:
         # The derivatives of |u|^p by log |u| and by p are p |u|^p and log |u| |u|^p.
         grad_log = _sum_of_halves(grad * phi)
         grad_norm = POWER * math.log(2) * (1 - tanh**2) * (log * grad_log).sum(-1, keepdim=True)
-        along = grad_norm - grad_log.sum(-1, keepdim=True) * (power / norm)
-        grad_direction = grad_log.mul_(power / norm).div_(size).mul_(direction.sign())
+        slope = power / norm.masked_fill(norm < MIN_NORM, math.inf)
+        along = grad_norm - grad_log.sum(-1, keepdim=True) * slope
+        grad_direction = grad_log.mul_(slope).div_(size).mul_(direction.sign())
         return grad_direction.addcmul_(direction, along)
 
     return phi, pullback
@@ -171,7 +170,7 @@ class _LeanAttention(torch.autograd.Function):
         output = value.new_empty(batch, tokens, heads, channels).transpose(1, 2)
         for image, chunk in _chunks(query):
             phi, _ = query_map(query[image, :, chunk].to(dtype))
-            normaliser = phi @ key_sum[image].mT + EPS
+            normaliser = nan_if_infinite(phi @ key_sum[image].mT + EPS)
             numerator = _rotate_(phi, cos, sin, chunk) @ state[image]
             torch.div(numerator, normaliser, out=output[image, :, chunk])
         ctx.save_for_backward(query, key, value, cos, sin, state, key_sum)
@@ -190,7 +189,7 @@ class _LeanAttention(torch.autograd.Function):
 
         for image, chunk in _chunks(query):
             phi, pullback = query_map(query[image, :, chunk].to(dtype))
-            normaliser = phi @ key_sum[image].mT + EPS
+            normaliser = nan_if_infinite(phi @ key_sum[image].mT + EPS)
             grad_numerator = grad_output[image, :, chunk].to(dtype) / normaliser
             grad_state[image].baddbmm_(_rotate_(phi.clone(), cos, sin, chunk).mT, grad_numerator)
             grad_phi = _rotate_(grad_numerator @ state[image].mT, cos, back, chunk)

@@ -20,14 +20,31 @@ OFFSET = 0.5  # tau: exponents lie in [lambda tau, lambda (tau + 1)) = [1.5, 4.5
 SHARPNESS = 20.0  # alpha of the cosine map's angle
 FOCUS = 3.0  # power of the focused map
 EPS = 1e-6  # added to the normaliser
-# A zero vector has no direction. Below this norm float32 cannot represent the square, so dividing
-# by it gives a zero query the direction 0 (and output 0) and leaves every other query exact.
+# The gradient of a direction grows as 1 / norm, out of float32's range: shorter vectors get none.
 MIN_NORM = 1e-20
 
 
+def unit_and_norm(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Direction and norm of the vectors ``(..., d)``; a zero vector has the direction 0.
+
+    The largest channel is divided out first: float32 does not hold the squares of numbers below
+    1e-19 or above 1e19.
+    """
+    largest = torch.linalg.vector_norm(x.detach(), ord=math.inf, dim=-1, keepdim=True)
+    largest = largest.clamp_min(torch.finfo(x.dtype).tiny)
+    scaled = x / largest
+    length = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
+    return scaled / length.clamp_min(MIN_NORM), length * largest
+
+
 def _direction(x: Tensor) -> tuple[Tensor, Tensor]:
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x / norm.clamp_min(MIN_NORM), norm
+    unit, norm = unit_and_norm(x)
+    return torch.where(norm < MIN_NORM, unit.detach(), unit), norm
+
+
+def nan_if_infinite(normaliser: Tensor) -> Tensor:
+    """An overflow stays visible: divided by infinity, the output would be a plausible 0."""
+    return normaliser + 0 * normaliser
 
 
 def _exponent(query_norm: Tensor) -> Tensor:
@@ -57,15 +74,21 @@ def signed_key(key: Tensor) -> Tensor:
 
 def cosine_query(query: Tensor) -> Tensor:
     direction, norm = _direction(query)
-    angle = math.pi / 4 * torch.tanh(SHARPNESS * direction)
-    magnitude = direction.abs() ** _exponent(norm)
-    return torch.cat((magnitude * angle.cos(), magnitude * angle.sin()), dim=-1)
+    return _by_angle(direction.abs() ** _exponent(norm), direction)
 
 
 def cosine_key(key: Tensor) -> Tensor:
-    angle = math.pi / 4 * torch.tanh(SHARPNESS * _direction(key)[0])
-    magnitude = key.abs() ** POWER
-    return torch.cat((magnitude * angle.cos(), magnitude * angle.sin()), dim=-1)
+    return _by_angle(key.abs() ** POWER, _direction(key)[0])
+
+
+def _by_angle(magnitude: Tensor, direction: Tensor) -> Tensor:
+    """Sine and cosine of theta + pi / 4, where theta = pi / 4 tanh(alpha u) is the paper's angle.
+
+    Only differences of angles count. Shifted by pi / 4 they lie in [0, pi / 2], so no feature is
+    negative and nothing cancels in the normaliser.
+    """
+    angles = (math.pi / 2 * torch.sigmoid(s * 2 * SHARPNESS * direction) for s in (1, -1))
+    return torch.cat([magnitude * angle.sin() for angle in angles], dim=-1)
 
 
 def elu(x: Tensor) -> Tensor:
@@ -107,7 +130,7 @@ def plain_attention(
     query, key, values = (x.to(compute_dtype) for x in (query, key, value))
     features = FEATURE_MAPS[feature_map]
     phi_query, phi_key = features.query(query), features.key(key)
-    normaliser = phi_query @ phi_key.mean(dim=-2).unsqueeze(-1) + EPS
+    normaliser = nan_if_infinite(phi_query @ phi_key.mean(dim=-2).unsqueeze(-1) + EPS)
     if rotary is not None:
         cos, sin = (table.repeat(1, features.parts).to(compute_dtype) for table in rotary)
         phi_query = apply_rotary(phi_query, (cos, sin))

@@ -36,14 +36,15 @@ _OFFSET = tl.constexpr(OFFSET)
 _SHARPNESS = tl.constexpr(SHARPNESS)
 _EPS = tl.constexpr(EPS)
 _MIN_NORM = tl.constexpr(MIN_NORM)
+_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
 _POWER = tl.constexpr(POWER)
 _LOG_2 = tl.constexpr(math.log(2))
-_QUARTER_PI = tl.constexpr(math.pi / 4)
+_HALF_PI = tl.constexpr(math.pi / 2)
 
 
 # Feature maps. A block is (tokens, channels of one head), float32, zero where it is padded.
 # Both maps are size(x) * (first(x), second(x)): size is |unit|^p or |key|^3, the pair is
-# (x > 0, x < 0) for the signed map and (cos, sin) of the angle for the cosine map.
+# (x > 0, x < 0) for the signed map and (sin, cos) of the shifted angle for the cosine map.
 
 
 @triton.jit
@@ -55,8 +56,10 @@ def _tanh(x):
 
 @triton.jit
 def _direction(x):
-    norm = tl.sqrt(tl.sum(x * x, axis=1))[:, None]
-    return x / tl.maximum(norm, _MIN_NORM), norm
+    largest = tl.maximum(tl.max(tl.abs(x), axis=1), _TINY)[:, None]
+    scaled = x / largest
+    length = tl.sqrt(tl.sum(scaled * scaled, axis=1))[:, None]
+    return scaled / tl.maximum(length, _MIN_NORM), length * largest
 
 
 @triton.jit
@@ -64,7 +67,7 @@ def _direction_grad(x, grad):
     """Gradient by ``x`` from that by its direction."""
     unit, norm = _direction(x)
     along = tl.sum(grad * unit, axis=1)[:, None]
-    return (grad - unit * along) / tl.maximum(norm, _MIN_NORM)
+    return (grad - unit * along) / tl.where(norm < _MIN_NORM, float('inf'), norm)
 
 
 @triton.jit
@@ -72,10 +75,11 @@ def _sign_pair(x, COSINE: tl.constexpr):
     """The pair, and the derivative of its angle by the direction of ``x``."""
     if COSINE:
         unit, _ = _direction(x)
-        tanh = _tanh(_SHARPNESS * unit)
-        first = tl.cos(_QUARTER_PI * tanh)
-        second = tl.sin(_QUARTER_PI * tanh)
-        slope = _QUARTER_PI * _SHARPNESS * (1.0 - tanh * tanh)
+        positive = tl.sigmoid(2.0 * _SHARPNESS * unit)
+        negative = tl.sigmoid(-2.0 * _SHARPNESS * unit)
+        first = tl.sin(_HALF_PI * positive)
+        second = tl.sin(_HALF_PI * negative)
+        slope = _HALF_PI * 2.0 * _SHARPNESS * positive * negative
     else:
         first = (x > 0).to(tl.float32)
         second = (x < 0).to(tl.float32)
@@ -112,7 +116,7 @@ def _query_features_grad(query, grad_first, grad_second, COSINE: tl.constexpr):
     grad_size = grad_first * first + grad_second * second
     grad_unit = grad_size * by_unit
     if COSINE:
-        grad_unit += size * slope * (grad_second * first - grad_first * second)
+        grad_unit += size * slope * (grad_first * second - grad_second * first)
     grad_norm = exponent_by_norm * tl.sum(grad_size * by_exponent, axis=1)[:, None]
     return _direction_grad(query, grad_unit) + unit * grad_norm
 
@@ -130,7 +134,7 @@ def _key_features_grad(key, grad_first, grad_second, COSINE: tl.constexpr):
     grad = (grad_first * first + grad_second * second) * 3.0 * tl.abs(key) * key
     if COSINE:
         size = tl.abs(key) * key * key
-        grad += _direction_grad(key, size * slope * (grad_second * first - grad_first * second))
+        grad += _direction_grad(key, size * slope * (grad_first * second - grad_second * first))
     return grad
 
 
@@ -234,17 +238,24 @@ def _store_sums(
 
 
 @triton.jit
+def _round_to_tf32(x):
+    """Tensor cores cut the last 13 bits off, a bias."""
+    rounded = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return tl.where(x == x, rounded, x)  # CUDA's NaN, 0x7fffffff, would become -0
+
+
+@triton.jit
 def _dot(a, b, total, PRECISION: tl.constexpr):
     """``total + a @ b``."""
-    if PRECISION == 'tf32':  # tensor cores cut the last 13 bits off, a bias; round them instead
-        a = ((a.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-        b = ((b.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    if PRECISION == 'tf32':
+        a, b = _round_to_tf32(a), _round_to_tf32(b)
     return tl.dot(a, b, total, input_precision=PRECISION)
 
 
 @triton.jit
 def _normaliser(first, second, sum_first, sum_second):
-    return tl.sum(first * sum_first + second * sum_second, axis=1)[:, None] + _EPS
+    normaliser = tl.sum(first * sum_first + second * sum_second, axis=1)[:, None] + _EPS
+    return normaliser + 0.0 * normaliser  # NaN if it is infinite, as in plain.py
 
 
 # Kernels. Program (i, j) does tokens [j * chunk, (j + 1) * chunk) of head i.
