@@ -369,6 +369,28 @@ MISSING_OPERATORS = 'mmcv has no compiled operators (mmcv._ext): it was built wi
             [('mmseg needs ftfy, which is not installed', 'pip install ftfy')],
         ),
         (
+            lambda environment: shutil.rmtree(environment.site / 'mmcv'),
+            [
+                (
+                    "mmcv cannot be imported: ModuleNotFoundError: No module named 'mmcv'",
+                    RENEW_MMCV,
+                )
+            ],
+        ),
+        (
+            raising('timm/__init__.py', 'import torch._six'),
+            [
+                (
+                    "timm cannot be imported: ModuleNotFoundError: No module named 'torch._six'",
+                    'pip install --force-reinstall --no-deps timm==1.0.31',
+                )
+            ],
+        ),
+        (
+            lambda environment: environment.uninstall('onedl-mmengine'),
+            [('mmengine is not installed', "pip install 'onedl-mmengine>=0.10.8'")],
+        ),
+        (
             raising('mmdet/__init__.py', 'import cv2.dnn'),
             [('mmdet needs cv2, which is not installed', 'pip install opencv-python')],
         ),
@@ -486,15 +508,17 @@ def test_installed_with_the_package(onedl):
     )
 
 
-def leave_mmengine(environment):
-    environment.uninstall('onedl-mmcv', 'onedl-mmdetection', 'onedl-mmsegmentation')
-    for module in ('mmcv', 'mmdet', 'mmseg'):
-        shutil.rmtree(environment.site / module)
+@pytest.mark.parametrize('family', check_env.NEWEST_TORCH)
+def test_mmengine_alone_is_enough(empty, family):
+    install_core(empty)
+    name = check_env.MODULES['mmengine'][family]
+    empty.install(name, '0.10.12', {'mmengine/__init__.py': ''})
+    empty.torch('99.1.0')
+    assert empty.check()[::2] == (0, ['Nothing is wrong.'])
 
 
-def test_mmengine_alone_is_enough(onedl):
-    leave_mmengine(onedl)
-    onedl.torch('99.1.0')
+def test_rocm_is_no_other_cuda(onedl):
+    onedl.torch(local='+rocm6.4', cuda=None, gpus=[(9, 0)])
     assert onedl.check()[::2] == (0, ['Nothing is wrong.'])
 
 

@@ -242,6 +242,9 @@ class Environment:
         for extra, specifiers in extras.items():
             if extra == self.family or extra not in NEWEST_TORCH:
                 self.specifiers.update(specifiers)
+        # What mmnala and the toolboxes cannot do without.
+        self.missing = {name for name in self.own if name not in self.installed}
+        self.missing.update(m for m in ('mmengine', 'mmcv') if not self.holders[m])
         self.answers = probe(self.modules())
         self.find_faults()
 
@@ -322,7 +325,7 @@ class Environment:
             command = self.renew(*modules) if modules else pip_install(name + specifier)
             if name == 'torch':
                 continue
-            if version is None and name in self.own:
+            if name in self.own and version is None:
                 self.fault(f'{name} is not installed', command)
             elif version is not None and not allows(specifier, version):
                 text = f'{name} is {version}, expected {name + specifier}'
@@ -343,9 +346,8 @@ class Environment:
             elif names and names != [expected]:
                 text = '{} is from {}, expected {}, which is of the same family as the rest'
                 self.fault(text.format(module, found, expected), self.renew(module))
-        needed = ['mmengine'] if self.is_backbone_alone() else ['mmengine', 'mmcv']
-        for module in needed:
-            if not self.holders[module]:
+        for module in ('mmengine', 'mmcv'):
+            if module in self.missing and not self.is_backbone_alone():
                 self.fault(f'{module} is not installed', self.renew(module))
 
     def check_imports(self):
@@ -359,8 +361,7 @@ class Environment:
                 self.check_import(module, *error)
 
     def check_import(self, module, kind, text, name):
-        lacking = str(name).split('.')[0] if kind == 'ModuleNotFoundError' else None
-        distribution = DISTRIBUTIONS.get(lacking, lacking)
+        lacking = name if kind == 'ModuleNotFoundError' else None
         version = self.installed.get(module)
         reason = f'{kind}: {text}'
         if name == 'mmcv._ext':
@@ -371,14 +372,15 @@ class Environment:
         elif module == 'mmcv._ext':
             text = "mmcv's operators were compiled for another torch: " + reason
             self.fault(text, self.renew('mmcv'))
-        elif lacking in self.own or lacking in MODULES:
+        elif lacking in self.missing:
             pass  # among the faults already
-        elif lacking:
+        elif lacking and '.' not in lacking and lacking != module:
             text = f'{module} needs {lacking}, which is not installed'
-            self.fault(text, pip_install(distribution))
+            self.fault(text, pip_install(DISTRIBUTIONS.get(lacking, lacking)))
         elif 'libGL' in text:
             text = f'{module} cannot be imported: OpenCV finds no libGL on this machine'
-            headless = 'opencv-python-headless==' + self.installed['opencv-python']
+            version = self.installed.get('opencv-python')
+            headless = 'opencv-python-headless' + ('==' + version if version else '')
             self.fault(text, pip_install('--force-reinstall', '--no-deps', headless))
         elif module == 'torchvision':
             torch = 'torch==' + self.installed['torch']
@@ -400,7 +402,8 @@ class Environment:
         if facts is None or 'CUDA_VISIBLE_DEVICES' in os.environ:
             return  # without torch nothing is known; GPUs that are hidden are not missed
         if facts['capabilities']:
-            self.check_operators_cuda(facts)
+            if facts['cuda']:  # ROCm has none
+                self.check_operators_cuda(facts)
             return
         driver = driver_cuda()
         if driver is None:
