@@ -509,7 +509,7 @@ def test_norm_entropy_tool(config, tmp_path):
     again = run_tool('analysis/norm_entropy.py', config, *options, cwd=tmp_path)
     assert again.code == 1
     assert again.output.endswith(
-        'error: --out out: expected a new or empty folder, there are files in it\n'
+        'error: --out out: expected a new or empty folder; move what is in it, or choose another\n'
     )
 
 

@@ -165,8 +165,8 @@ def test_amp_on_a_gpu(segmentation, tmp_path):
     ('checkpoint', 'message'),
     [
         ('no.pth', 'checkpoint no.pth: FileNotFoundError'),
-        ('truncated.pth', 'checkpoint truncated.pth: '),
-        ('text.pth', 'checkpoint text.pth: '),
+        ('truncated.pth', "checkpoint 'truncated.pth' is truncated or no checkpoint: "),
+        ('text.pth', "checkpoint 'text.pth' is truncated or no checkpoint: "),
         (
             'foreign.pth',
             r'checkpoint foreign.pth lacks \d+ weights of the model: backbone.patch_embed',
@@ -177,8 +177,8 @@ def test_amp_on_a_gpu(segmentation, tmp_path):
         ),
         ('list.pth', 'checkpoint list.pth: its state_dict is no dict of named weights'),
         ('empty.pth', 'checkpoint empty.pth: empty state dict'),
-        ('damaged.pth', r'checkpoint damaged.pth: .*its part \w+/data/\d+ is damaged'),
-        ('text.safetensors', 'checkpoint text.safetensors: .*truncated or no checkpoint'),
+        ('damaged.pth', r"checkpoint 'damaged.pth' .*its part \w+/data/\d+ is damaged"),
+        ('text.safetensors', "checkpoint 'text.safetensors' is truncated or no checkpoint"),
         ('wider.pth', r'checkpoint wider.pth does not fit the model: .*\n.*conv_seg.bias'),
     ],
 )

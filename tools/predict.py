@@ -23,7 +23,16 @@ from mmnala.engine.predict import (
 )
 from mmnala.engine.results import Classification, Detection, Results, Segmentation, open_truth
 from mmnala.engine.testing import annotation_labels, check_slide
-from mmnala.engine.tools import CfgOptions, fail, load_config, read_checkpoint, run
+from mmnala.engine.tools import (
+    CfgOptions,
+    add_max_pixels,
+    claim,
+    fail,
+    limit_pixels,
+    load_config,
+    read_checkpoint,
+    run,
+)
 
 
 def parse_args() -> argparse.Namespace:
@@ -65,6 +74,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         '--video-frames', action='store_true', help='save pictures of a video as PNG, not as mp4'
     )
+    add_max_pixels(parser)
     parser.add_argument('--no-pictures', action='store_true', help='draw nothing')
     parser.add_argument(
         '--cfg-options',
@@ -80,6 +90,7 @@ def parse_args() -> argparse.Namespace:
 
 def check(args: argparse.Namespace) -> None:
     """Fail for options that cannot be, or would do nothing."""
+    limit_pixels(args.max_pixels)
     if args.batch_size < 1:
         fail(f'--batch-size {args.batch_size}: expected a positive number')
     for name, value in (('--score-thr', args.score_thr), ('--opacity', args.opacity)):
@@ -91,17 +102,6 @@ def check(args: argparse.Namespace) -> None:
         for name in ('score_thr', 'opacity', 'video_frames'):
             if drawing[name]:
                 fail(f'--no-pictures leaves --{name.replace("_", "-")} nothing to do')
-
-
-def claim(out: Path) -> None:
-    """Fail unless the folder is new or empty."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-        taken = any(out.iterdir())
-    except OSError as error:
-        fail(f'--out {out}: {error}')
-    if taken:
-        fail(f'--out {out}: there are results already; move them or choose another name')
 
 
 def open_results(args: argparse.Namespace, predictor: Predictor, options: dict) -> Results:
@@ -130,7 +130,7 @@ def main() -> None:
         pictures=not args.no_pictures,
         opacity=args.opacity,
         score_thr=0.3 if args.score_thr is None else args.score_thr,
-        truth=open_truth(args.truth, predictor, sources) if args.truth else None,
+        truth=open_truth(args.truth, predictor, sources, args.max_pixels) if args.truth else None,
         video_frames=args.video_frames,
     )
     claim(args.out)
@@ -141,9 +141,10 @@ def main() -> None:
         for source in sources:
             try:
                 if source.is_video:
-                    yield from read_video(source)
+                    yield from read_video(source, args.max_pixels)
                 else:
-                    yield Frame(source, None, read_image(source.path, predictor.loader))
+                    image = read_image(source.path, predictor.loader, args.max_pixels)
+                    yield Frame(source, None, image)
             except ReadError as error:
                 failures[source.path] = error
 

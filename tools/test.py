@@ -7,6 +7,7 @@ from mmengine.config import Config
 from mmengine.registry import METRICS
 from mmengine.runner import Runner
 
+from mmnala.engine.dumping import dump_whole, save_coco_whole
 from mmnala.engine.label_maps import DumpLabelMaps
 from mmnala.engine.testing import (
     annotation_labels,
@@ -19,6 +20,7 @@ from mmnala.engine.tools import (
     argument_parser,
     build_runner,
     check_weights,
+    claim,
     fail,
     load_config,
     read_checkpoint,
@@ -86,23 +88,18 @@ def is_pickle(out: str) -> bool:
     return out.endswith(('.pkl', '.pickle'))
 
 
-def claim(out: str, scope: str | None) -> None:
+def check_out(out: str, scope: str | None) -> None:
     """Fail unless --out can be written without losing or mixing results."""
     path = Path(out)
-    if not is_pickle(out) and scope not in ('mmseg', 'mmdet'):
+    if not is_pickle(out) and (scope not in ('mmseg', 'mmdet') or path.suffix == '.json'):
         fail(
-            f'--out {out}: expected a name ending in .pkl or .pickle; a folder is for mmseg and '
-            f"mmdet, the config's default_scope is {scope}"
+            f'--out {out}: expected a name ending in .pkl or .pickle; a folder, not .json, is for '
+            f"mmseg and mmdet, the config's default_scope is {scope}"
         )
-    if path.suffix == '.json':
-        fail(f'--out {out}: expected a name ending in .pkl or .pickle, or a folder')
-    try:
-        (path.parent if is_pickle(out) else path).mkdir(parents=True, exist_ok=True)
-        taken = path.exists() if is_pickle(out) else any(path.iterdir())
-    except OSError as error:
-        fail(f'--out {out}: {error}')
-    if taken:
-        fail(f'--out {out}: there are results already; move them or choose another name')
+    if not is_pickle(out):
+        claim(out, make=False)
+    elif path.exists():
+        fail(f'--out {out}: exists already; move it or choose another name')
 
 
 def save_predictions(runner: Runner, cfg: Config, args: argparse.Namespace) -> None:
@@ -114,6 +111,7 @@ def save_predictions(runner: Runner, cfg: Config, args: argparse.Namespace) -> N
         # mmdet's own metric compresses instance masks.
         name = 'mmdet.DumpDetResults' if scope == 'mmdet' else 'DumpResults'
         writer = METRICS.build(dict(type=name, out_file_path=args.out))
+        dump_whole(writer)
     elif scope == 'mmseg':
         writer = label_map_writer(evaluator.metrics, cfg, runner, args.out)
     elif scope == 'mmdet':
@@ -124,6 +122,11 @@ def save_predictions(runner: Runner, cfg: Config, args: argparse.Namespace) -> N
             f'--out {args.out}: expected a name ending in .pkl or .pickle; a folder is for mmseg '
             f"with IoUMetric or CityscapesMetric and mmdet with CocoMetric, the config's is {names}"
         )
+    folder = Path(args.out).parent if is_pickle(args.out) else Path(args.out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f'--out {args.out}: {error}')
     others = [] if args.format_only else [m for m in evaluator.metrics if m is not writer]
     evaluator.metrics = [*others, writer]
 
@@ -155,6 +158,7 @@ def coco_writer(metrics: list, args: argparse.Namespace):
             fail('--format-only: CocoMetric needs an ann_file (of images and categories)')
         metric.outfile_prefix = str(Path(args.out) / 'results')
         metric.format_only = args.format_only
+        save_coco_whole(metric)
     return metric
 
 
@@ -176,9 +180,9 @@ def main() -> None:
         dataset = test_dataset(cfg)
         dataset.pipeline = without_annotations(dataset.pipeline)
     if args.out:
-        claim(args.out, cfg.get('default_scope'))
+        check_out(args.out, cfg.get('default_scope'))
 
-    runner = build_runner(cfg)
+    runner = build_runner(cfg, max_pixels=args.max_pixels)
     if exported:
         compute_by_onnx(runner.model, args.checkpoint, cfg)
     else:

@@ -1,6 +1,7 @@
 """Train a model from an mmseg, mmdet or mmpretrain config."""
 
 import argparse
+from functools import partial
 
 from mmengine.config import Config
 from mmengine.device import get_device
@@ -92,10 +93,10 @@ def main() -> None:
     )
     filename, damaged = args.resume, []
     if auto:
-        found = find_resumable(cfg, read_checkpoint)
+        found = find_resumable(cfg, partial(read_checkpoint, strict=True))
         filename, checkpoint, damaged = found or (None, None, [])
     elif filename is not None:
-        checkpoint = read_checkpoint(filename)
+        checkpoint = read_checkpoint(filename, strict=True)
         if not checkpoint.keys() >= RESUMABLE:
             fail(f'--resume {filename}: not a checkpoint of an mmengine training')
     if filename is not None:
@@ -103,7 +104,7 @@ def main() -> None:
     if auto or filename is not None:
         cfg.resume = filename is not None
 
-    runner = build_runner(cfg)
+    runner = build_runner(cfg, training=True, max_pixels=args.max_pixels)
     if auto:
         check_same(filename)
     for reason in damaged:

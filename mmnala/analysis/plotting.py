@@ -94,21 +94,6 @@ def as_text(columns: Sequence[str], rows: Iterable[Mapping[str, Any]]) -> str:
     )
 
 
-def claim(folder: Path) -> None:
-    """Make the folder, before hours of work perhaps.
-
-    Raises:
-        InputError: If there are files in it already, or it cannot be made.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        taken = any(folder.iterdir())
-    except OSError as error:
-        raise InputError(f'--out {folder}: {error}') from error
-    if taken:
-        raise InputError(f'--out {folder}: expected a new or empty folder, there are files in it')
-
-
 def save(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write new files, each whole or not at all, and print their names.
 

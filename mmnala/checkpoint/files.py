@@ -6,14 +6,14 @@ import json
 import os
 import pickle
 import re
+import tarfile
 import tempfile
 import uuid
 import zipfile
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from http.client import HTTPException
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, BinaryIO
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
@@ -23,15 +23,7 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 from torch.hub import HASH_REGEX, download_url_to_file, get_dir
 
-# What a file of tensors needs; torch itself turns the storages' names into plain tags.
-_TRUSTED = {
-    ('collections', 'OrderedDict'),
-    ('torch', 'Size'),
-    ('torch', 'device'),
-    ('torch._utils', '_rebuild_parameter'),
-    ('torch._utils', '_rebuild_tensor_v2'),
-}
-
+from .unpickling import check_nesting, pickle_module
 
 ENDINGS = ('.pth', '.safetensors')
 # Digits alone may be a date or a counter: of a name that nobody served, they are no hash.
@@ -42,86 +34,42 @@ class CheckpointError(RuntimeError):
     """A file that is no checkpoint, or none of this model; the message is one line."""
 
 
-class _Inert:
-    """Stands for any pickled object that is not a tensor or a container: takes all, does nothing.
-
-    A release checkpoint carries its ``argparse.Namespace``, one of mmengine its log buffers.
-    """
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def __call__(self, *args: Any, **kwargs: Any) -> '_Inert':
-        return self
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
-
-    __setstate__ = append = extend = __call__
-
-
-# The one in C allocates as many memo entries as a damaged file asks for, gigabytes of them.
-class _TensorUnpickler(pickle._Unpickler):
-    """Builds tensors and containers; a name that is not trusted becomes :class:`_Inert`."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        return super().find_class(module, name) if (module, name) in _TRUSTED else _Inert
-
-
-def _tensor_pickle(size: int) -> Any:
-    """A module for :func:`torch.load` that stands in for :mod:`pickle`, for a file of ``size``."""
-
-    class Unpickler(_TensorUnpickler):
-        def __setattr__(self, name: str, value: Any) -> None:
-            if name == 'persistent_load':  # torch's, which allocates what a damaged file asks for
-                value = bounded(value)
-            super().__setattr__(name, value)
-
-    def bounded(load: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def load_bounded(saved_id: Any) -> Any:
-            if saved_id[0] == 'storage' and not 0 <= saved_id[4] <= size:
-                raise pickle.UnpicklingError('a tensor is larger than the file')
-            return load(saved_id)
-
-        return load_bounded
-
-    return SimpleNamespace(
-        __name__='tensors only',
-        Unpickler=Unpickler,
-        load=lambda file, **kwargs: Unpickler(file, **kwargs).load(),
-    )
-
-
-def read_checkpoint(path: str | os.PathLike, map_location: Any = 'cpu') -> dict[str, Any]:
+def read_checkpoint(
+    path: str | os.PathLike, map_location: Any = 'cpu', strict: bool = False
+) -> dict[str, Any]:
     """Read a ``.safetensors`` or a torch checkpoint without executing pickled code.
 
     Args:
         path: A local file, whatever its name; safetensors are recognised by their ending.
         map_location: As in :func:`torch.load`.
+        strict: Whether objects of other types than those of :mod:`mmnala.checkpoint.unpickling` are
+            an error. Resuming a training needs all that is in the file, using its weights does not.
 
     Returns:
-        The file's top-level dict. Objects that are neither tensors nor builtin values are replaced
-        by inert stand-ins. Of safetensors it is the tensors by name or, if :func:`pack_checkpoint`
-        wrote ``meta`` with them, the dict of ``state_dict`` and ``meta``.
+        The file's top-level dict. Objects of other types are replaced by inert stand-ins. Of
+        safetensors it is the tensors by name or, if :func:`pack_checkpoint` wrote ``meta`` with
+        them, the dict of ``state_dict`` and ``meta``.
 
     Raises:
         FileNotFoundError: If there is no such file.
-        CheckpointError: A RuntimeError: the file is truncated, damaged or no checkpoint.
+        CheckpointError: A RuntimeError: the file is truncated, damaged or no checkpoint, or has
+            what ``strict`` excludes.
     """
     path = os.path.expanduser(path)
     if not os.path.isfile(path):
         raise FileNotFoundError(f'checkpoint must be an existing file, got {path!r}')
+    module = pickle_module(os.path.getsize(path))
     try:
         if path.endswith('.safetensors'):
             return _read_safetensors(path, str(map_location or 'cpu'))
-        check_archive(path)
-        pickle_module = _tensor_pickle(os.path.getsize(path))
+        _check_archive(path)
         content = torch.load(
-            path, map_location=map_location, pickle_module=pickle_module, weights_only=False
+            path, map_location=map_location, pickle_module=module, weights_only=False
         )
+        check_nesting(content)
     # Damaged bytes surface as almost any exception, depending on where the damage lies.
     except (Exception, SafetensorError) as error:
-        message = f'{type(error).__name__}: {error}'
+        message = ' '.join(f'{type(error).__name__}: {error}'.split())
         raise CheckpointError(
             f'checkpoint {path!r} is truncated or no checkpoint: {message}'
         ) from error
@@ -130,21 +78,28 @@ def read_checkpoint(path: str | os.PathLike, map_location: Any = 'cpu') -> dict[
             f'checkpoint {path!r}: expected a dict with weights, it holds a '
             f'{type(content).__name__}'
         )
+    if strict and module.unknown:
+        raise CheckpointError(
+            f'checkpoint {path!r} holds objects that are not read from untrusted files: '
+            f'{", ".join(sorted(module.unknown))}'
+        )
     return content
 
 
-def check_archive(path: str | os.PathLike) -> None:
-    """Check what :func:`torch.load` passes over in a zip archive; other files pass.
-
-    Raises:
-        pickle.UnpicklingError: If a part has not the checksum that the archive gives, or if it is
-            TorchScript.
-    """
-    if not zipfile.is_zipfile(path):
+def _check_archive(path: str) -> None:
+    """Fail for what :func:`torch.load` passes over, or would need memory or a folder for."""
+    with open(path, 'rb') as file:
+        is_zip = file.read(4) == b'PK\x03\x04'  # as torch tells it, which reads no other as one
+    if not is_zip:
+        if tarfile.is_tarfile(path):
+            raise pickle.UnpicklingError('the tar format of torch before 0.1.10 is not read')
         return
     with zipfile.ZipFile(path) as archive:
-        if any(name.endswith('/constants.pkl') for name in archive.namelist()):
+        parts = archive.infolist()
+        if any(part.filename.endswith('/constants.pkl') for part in parts):
             raise pickle.UnpicklingError('a TorchScript archive holds code, not only weights')
+        if sum(part.file_size for part in parts) > os.path.getsize(path):
+            raise pickle.UnpicklingError('its parts are larger than the file')
         if damaged := archive.testzip():
             raise pickle.UnpicklingError(f'its part {damaged} is damaged (wrong checksum)')
 
@@ -255,11 +210,22 @@ def write_new(path: str | os.PathLike, data: bytes) -> None:
     Raises:
         OSError: If it exists already or cannot be written.
     """
+    with new_file(path) as file:
+        file.write(data)
+
+
+@contextmanager
+def new_file(path: str | os.PathLike) -> Iterator[BinaryIO]:
+    """A new file to write, which takes its name when it is complete and flushed to disk.
+
+    Raises:
+        OSError: If it exists already or cannot be written.
+    """
     path = os.fspath(path)
     part = os.path.join(os.path.dirname(path), f'.{uuid.uuid4().hex}.partial')
     try:
         with open(part, 'xb') as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         _check_new(path)

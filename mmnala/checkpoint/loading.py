@@ -1,12 +1,15 @@
-"""Loading checkpoints: strictly into the backbone, and safetensors wherever mmengine loads."""
+"""Loading checkpoints: strictly into the backbone, and by mmengine."""
 
 import os
 import re
 from collections.abc import Mapping
 from typing import Any
 
+import yaml
+from mmengine.fileio.handlers import PickleHandler, YamlHandler, file_handlers
 from mmengine.logging import print_log
 from mmengine.runner import CheckpointLoader
+from mmengine.runner import checkpoint as mmengine_checkpoint
 from timm.models import adapt_input_conv
 from torch import Tensor, nn
 
@@ -20,6 +23,16 @@ from .layouts import (
     sort_weights,
     takes_averages,
 )
+from .unpickling import unpickle
+
+# mmengine's own names of published weights, and where it looks them up.
+_TABLES = {
+    'torchvision': mmengine_checkpoint.get_torchvision_models,
+    'modelzoo': mmengine_checkpoint.get_torchvision_models,
+    'open-mmlab': mmengine_checkpoint.get_external_models,
+    'openmmlab': mmengine_checkpoint.get_external_models,
+    'mmcls': mmengine_checkpoint.get_mmcls_models,
+}
 
 
 # mmengine takes the first pattern that fits, in descending order: the second comes before the one
@@ -28,6 +41,77 @@ from .layouts import (
 def load_from_safetensors(filename: str, map_location: Any = None) -> dict[str, Any]:
     """What mmengine loads of a ``.safetensors`` file or URL, such as ``load_from`` names."""
     return read_checkpoint(local_file(filename), map_location)
+
+
+def load_from_untrusted(
+    filename: str, map_location: Any = None, strict: bool = False
+) -> dict[str, Any]:
+    """Read a checkpoint from wherever mmengine finds one, as :func:`read_checkpoint` does.
+
+    Args:
+        filename: A file, an address (http, https, file) or one of mmengine's names, such as
+            ``torchvision://resnet50``.
+        map_location: As in :func:`torch.load`.
+        strict: As in :func:`read_checkpoint`.
+
+    Raises:
+        FileNotFoundError: If there is no such file.
+        CheckpointError: If there is no such name, or what :func:`read_checkpoint` and
+            :func:`local_file` raise.
+    """
+    scheme, _, name = filename.rpartition('://')
+    address = filename
+    if scheme in _TABLES:
+        table = _TABLES[scheme]()
+        renamed = mmengine_checkpoint.get_deprecated_model_names() if 'mmlab' in scheme else {}
+        address = table.get(renamed.get(name, name))
+        if address is None:
+            raise CheckpointError(f'checkpoint {filename!r}: mmengine knows no such model')
+        if '://' not in address:
+            address = os.path.join(mmengine_checkpoint._get_mmengine_home(), address)
+    elif scheme not in ('', 'file', 'http', 'https'):
+        names = ', '.join(f'{known}://' for known in ('file', 'http', 'https', *_TABLES))
+        raise CheckpointError(f'checkpoint {filename!r}: expected a file or one of {names}')
+    content = read_checkpoint(local_file(address), map_location, strict)
+    if scheme == 'mmcls':
+        content = mmengine_checkpoint._process_mmcls_checkpoint(content)
+    if isinstance(content.get('meta'), dict):
+        content['meta'].pop('config', None)  # mmengine's Runner.resume runs it as Python
+    return content
+
+
+class _DataPickles(PickleHandler):
+    def load_from_fileobj(self, file: Any, **kwargs: Any) -> Any:
+        return unpickle(file)
+
+
+class _DataYaml(YamlHandler):
+    def load_from_fileobj(self, file: Any, **kwargs: Any) -> Any:
+        return super().load_from_fileobj(file, **{'Loader': _DataLoader, **kwargs})
+
+
+class _DataLoader(yaml.SafeLoader):
+    """YAML's own types, and the tuples that mmengine's configs have."""
+
+
+_DataLoader.add_constructor(
+    'tag:yaml.org,2002:python/tuple', lambda loader, node: tuple(loader.construct_sequence(node))
+)
+
+
+def distrust_files() -> None:
+    """Let mmengine, in this process and from now on, execute nothing that lies in data files.
+
+    Its loader of checkpoints, by which runners load and resume and models are initialised, becomes
+    :func:`load_from_untrusted`. Pickles read by ``mmengine.load``, such as annotations, may hold
+    what :func:`unpickle` knows, YAML files plain values. Configs in Python stay code.
+    """
+    CheckpointLoader.register_scheme(
+        list(CheckpointLoader._schemes), load_from_untrusted, force=True
+    )
+    file_handlers.update(
+        pkl=_DataPickles(), pickle=_DataPickles(), yaml=_DataYaml(), yml=_DataYaml()
+    )
 
 
 def load_pretrained(

@@ -41,8 +41,10 @@ def read_header(path: str | os.PathLike, max_pixels: int = MAX_PIXELS) -> Header
     """
     try:
         with Image.open(path) as image:
-            turned = image.getexif().get(0x0112) in (5, 6, 7, 8)
-            header, planes = Header(image.size, image.mode, turned), 1
+            # Pillow decodes a PNG to look for its EXIF data.
+            exif = {} if image.format == 'PNG' else image.getexif()
+            header = Header(image.size, image.mode, exif.get(0x0112) in (5, 6, 7, 8))
+            planes = 1
     except Image.DecompressionBombError:  # from twice its own limit on
         raise FileError(f'{path}: claims more than {max_pixels} pixels (--max-pixels)') from None
     except UnidentifiedImageError as error:

@@ -19,6 +19,7 @@ from mmengine.registry import DATASETS, TRANSFORMS, init_default_scope
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
+from ..datasets.untrusted import MAX_PIXELS, FileError, read_header
 from .errors import InputError
 from .model_check import check_model
 from .testing import enable_tta, test_dataset, type_name, without_annotations
@@ -147,17 +148,20 @@ def _announced(video: cv2.VideoCapture) -> int:
     return max(int(video.get(cv2.CAP_PROP_FRAME_COUNT)), 0)
 
 
-def read_image(path: Path, loader: Mapping[str, Any]) -> NDArray:
+def read_image(path: Path, loader: Mapping[str, Any], max_pixels: int = MAX_PIXELS) -> NDArray:
     """Read an image by the config's own transform.
 
     Raises:
-        ReadError: If it is missing, damaged or none.
+        ReadError: If it is missing, damaged or none, or has more than ``max_pixels``.
     """
     try:
+        read_header(path, max_pixels)
         with Image.open(path) as image:
             image.load()  # OpenCV fills the missing part of a truncated file with grey
-    except (UnidentifiedImageError, Image.DecompressionBombError):
-        pass  # not for Pillow, but maybe for OpenCV
+    except FileError as error:
+        raise ReadError(str(error).removeprefix(f'{path}: ')) from error
+    except UnidentifiedImageError:
+        pass  # not for Pillow, but for the reader that found its size
     except (OSError, SyntaxError, ValueError) as error:
         raise ReadError(error) from error
     try:
@@ -167,14 +171,19 @@ def read_image(path: Path, loader: Mapping[str, Any]) -> NDArray:
         raise ReadError('it is no image that can be decoded') from error
 
 
-def read_video(source: Source) -> Iterator[Frame]:
+def read_video(source: Source, max_pixels: int = MAX_PIXELS) -> Iterator[Frame]:
     """The frames of a video, one after the other.
 
     Raises:
         ReadError: If it cannot be opened, or lacks more than 5 % (and one) of the frames that it
-            announces, or those of more than a second.
+            announces, or those of more than a second, or announces more than ``max_pixels`` in one.
     """
     video = cv2.VideoCapture(str(source.path))
+    width, height = (
+        int(video.get(s)) for s in (cv2.CAP_PROP_FRAME_WIDTH, cv2.CAP_PROP_FRAME_HEIGHT)
+    )
+    if width * height > max_pixels:
+        raise ReadError(f'claims {width}x{height} pixels, more than {max_pixels} (--max-pixels)')
     index = 0
     while True:
         there, image = video.read()

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ..checkpoint.files import write_new
+from ..datasets.untrusted import MAX_PIXELS, FileError, check_coco, check_labels
 from .errors import InputError
 from .overlay import Entry, Object, Panel, blend, compose, draw_objects
 from .predict import Frame, Predictor, ReadError, Source, frame_rate
@@ -354,10 +355,12 @@ class LabelMapTruth:
     Args:
         folder: The folder.
         predictor: Whose config says how to read them.
+        max_pixels: Of an annotation.
     """
 
-    def __init__(self, folder: Path, predictor: Predictor) -> None:
+    def __init__(self, folder: Path, predictor: Predictor, max_pixels: int = MAX_PIXELS) -> None:
         self.folder = folder
+        self.max_pixels = max_pixels
         self.dataset = predictor.dataset
         self.load = TRANSFORMS.build(dict(type='LoadAnnotations'))
 
@@ -388,6 +391,7 @@ class LabelMapTruth:
             seg_fields=[],
         )
         try:
+            check_labels(path, max_pixels=self.max_pixels)
             truth = self.load(content)['gt_seg_map']
         except Exception as error:  # of the decoder
             raise ReadError(f'its truth {path} cannot be read: {error}') from error
@@ -404,22 +408,23 @@ class CocoTruth:
     Args:
         path: The file.
         predictor: Whose classes its categories must name.
+        max_pixels: Of an image, by the sides that the file gives.
 
     Raises:
         InputError: If it is no such file, or has none of the classes.
     """
 
-    def __init__(self, path: Path, predictor: Predictor) -> None:
+    def __init__(self, path: Path, predictor: Predictor, max_pixels: int = MAX_PIXELS) -> None:
         from pycocotools.coco import COCO
 
         try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                self.coco = COCO(str(path))
-            names = [(image['file_name'], i) for i, image in self.coco.imgs.items()]
-            self.categories = {entry['name']: number for number, entry in self.coco.cats.items()}
-        except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as error:
-            reason = f'{type(error).__name__} {error}'.strip()
-            raise InputError(f'--truth {path}: no COCO annotations ({reason})') from error
+            check_coco(path, max_pixels, complete=False)
+        except FileError as error:
+            raise InputError(f'--truth {error}') from error
+        with contextlib.redirect_stdout(io.StringIO()):
+            self.coco = COCO(str(path))
+        names = [(image['file_name'], i) for i, image in self.coco.imgs.items()]
+        self.categories = {entry['name']: number for number, entry in self.coco.cats.items()}
         self.image_ids = {Path(name).name: i for name, i in names} | dict(names)
         self.classes = {
             self.categories[name]: index
@@ -441,28 +446,29 @@ class CocoTruth:
         """Boxes (x1, y1, x2, y2), labels and, if all have one, masks; None of another image.
 
         Raises:
-            ReadError: If an annotation has no box.
+            ReadError: If an annotation has no box, or a mask that cannot be decoded.
         """
         image_id = self.find(frame.source)
         if image_id is None:
             return None
         entries = self.coco.loadAnns(self.coco.getAnnIds(imgIds=[image_id], iscrowd=False))
         entries = [entry for entry in entries if entry['category_id'] in self.classes]
+        labels = [self.classes[entry['category_id']] for entry in entries]
+        instances = InstanceData(labels=torch.tensor(labels, dtype=torch.long))
         try:
             boxes = torch.tensor([entry['bbox'] for entry in entries]).float().reshape(-1, 4)
-        except (KeyError, ValueError) as error:
-            raise ReadError(f'its truth has a box that is none: {error}') from error
-        boxes[:, 2:] += boxes[:, :2]
-        labels = [self.classes[entry['category_id']] for entry in entries]
-        instances = InstanceData(bboxes=boxes, labels=torch.tensor(labels, dtype=torch.long))
-        if entries and all(entry.get('segmentation') for entry in entries):
-            masks = np.stack([self.coco.annToMask(entry) for entry in entries])
-            instances.masks = torch.from_numpy(masks)
+            boxes[:, 2:] += boxes[:, :2]
+            instances.bboxes = boxes
+            if entries and all(entry.get('segmentation') for entry in entries):
+                masks = np.stack([self.coco.annToMask(entry) for entry in entries])
+                instances.masks = torch.from_numpy(masks)
+        except Exception as error:  # what lacks, or pycocotools' own
+            raise ReadError(f'its truth has a box or mask that is none: {error!r}') from error
         return instances
 
 
 def open_truth(
-    path: Path, predictor: Predictor, sources: Sequence[Source]
+    path: Path, predictor: Predictor, sources: Sequence[Source], max_pixels: int = MAX_PIXELS
 ) -> LabelMapTruth | CocoTruth:
     """The truth that ``--truth`` names.
 
@@ -471,9 +477,9 @@ def open_truth(
     """
     truth: LabelMapTruth | CocoTruth
     if predictor.scope == 'mmseg' and path.is_dir():
-        truth = LabelMapTruth(path, predictor)
+        truth = LabelMapTruth(path, predictor, max_pixels)
     elif predictor.scope == 'mmdet' and path.is_file():
-        truth = CocoTruth(path, predictor)
+        truth = CocoTruth(path, predictor, max_pixels)
     else:
         expected = dict(mmseg='a folder of label maps', mmdet='a JSON file of COCO annotations')
         what = expected.get(predictor.scope, 'nothing for a classifier')

@@ -1,7 +1,9 @@
 """What the tools that read configs and checkpoints share."""
 
 import argparse
+import inspect
 import os
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -10,13 +12,21 @@ from mmengine.config import Config, DictAction
 from mmengine.config.utils import ConfigParsingError
 from mmengine.device import get_device
 from mmengine.registry import RUNNERS
-from mmengine.runner import CheckpointLoader, Runner
+from mmengine.runner import FlexibleRunner, Runner
+from PIL import Image
 from torch import nn
 
-from ..checkpoint.files import CheckpointError, check_archive
+from ..checkpoint.files import CheckpointError
+from ..checkpoint.loading import distrust_files, load_from_untrusted
+from ..datasets.check import LARGEST_LIMIT
+from ..datasets.untrusted import MAX_PIXELS
+from .config_errors import alike, config_error
+from .data_guard import guard_data
 from .errors import InputError
 from .model_check import check_model
 from .runner import CPUDistributedRunner
+from .strategies import build_flexible_runner, kind_name, uses_flexible_runner
+from .unreadable_image import UnreadableImageHook
 
 
 def fail(message: object) -> NoReturn:
@@ -25,18 +35,27 @@ def fail(message: object) -> NoReturn:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a script's main function; input that cannot work is a one-line error."""
+    """Run a script's main function; input that cannot work is a one-line error.
+
+    mmengine reads checkpoints and data files as :func:`distrust_files` says.
+    """
+    distrust_files()
     try:
         main()
     except FileNotFoundError as error:
-        fail(str(error).strip().splitlines()[-1])  # a data worker's begins with its traceback
+        fail(_last_line(error))
     except (InputError, CheckpointError) as error:
-        fail(error)
-    except ValueError as error:
-        # mmengine packs the list of images and does not expect an empty one.
-        if str(error) != 'need at least one array to concatenate':
+        fail(_last_line(error) if 'Traceback' in str(error) else error)
+    except (KeyError, TypeError, ValueError) as error:
+        if (message := config_error(error)) is None:
             raise
-        fail('a dataset of the config is empty: check its data_root, prefixes, suffixes, ann_file')
+        fail(message)
+
+
+def _last_line(error: Exception) -> str:
+    """What a data worker says after its traceback."""
+    line = str(error).strip().splitlines()[-1]
+    return re.sub(r'^([\w.]*Error): ', '', line)
 
 
 class CfgOptions(DictAction):
@@ -70,9 +89,28 @@ def argument_parser(description: str) -> argparse.ArgumentParser:
         help="override entries of the config: model.backbone.arch=s, a list as key='[a,b]' or "
         "key=a,b, a nested one as key='[(a,b),(c,d)]'; no blanks",
     )
+    add_max_pixels(parser)
     parser.add_argument('--launcher', choices=['none', 'pytorch', 'slurm', 'mpi'], default='none')
     parser.add_argument('--local_rank', '--local-rank', type=int, default=0)
     return parser
+
+
+def add_max_pixels(parser: argparse.ArgumentParser) -> None:
+    """Add the option that bounds images by their headers."""
+    parser.add_argument(
+        '--max-pixels',
+        type=int,
+        default=MAX_PIXELS,
+        help='refuse images whose headers claim more, before memory is taken for them '
+        '(default: %(default)s)',
+    )
+
+
+def limit_pixels(max_pixels: int) -> None:
+    """Check ``--max-pixels``, and let Pillow open images up to it."""
+    if not 1 <= max_pixels <= LARGEST_LIMIT:
+        fail(f'--max-pixels {max_pixels}: expected a number from 1 to {LARGEST_LIMIT}')
+    Image.MAX_IMAGE_PIXELS = max_pixels
 
 
 def load_config(args: argparse.Namespace) -> Config:
@@ -86,6 +124,7 @@ def load_config(args: argparse.Namespace) -> Config:
     if 'data_root' in args.cfg_options:
         for old in _data_roots(cfg):
             _move_data(cfg, old, args.cfg_options['data_root'])
+    _check_options(args.cfg_options, cfg)
     try:
         cfg.merge_from_dict(args.cfg_options)
     except (AttributeError, KeyError, TypeError) as error:
@@ -97,6 +136,34 @@ def load_config(args: argparse.Namespace) -> Config:
     elif cfg.get('work_dir') is None:
         cfg.work_dir = str(Path('work_dirs') / Path(args.config).stem)
     return cfg
+
+
+# What mmengine, the toolboxes' tools and ours look for in a config, beside the runner's arguments.
+_OTHER_KEYS = {
+    'activation_checkpointing',
+    'compile',
+    'custom_imports',
+    'data_root',
+    'efficient_conv_bn_eval',
+    'find_unused_parameters',
+    'model_wrapper_cfg',
+    'runner_type',
+    'strategy',
+    'sync_bn',
+    'tta_model',
+    'tta_pipeline',
+}
+
+
+def _check_options(options: Mapping[str, Any], cfg: Config) -> None:
+    """Fail for a name that the config has not and nothing reads."""
+    known = {*cfg, *inspect.signature(Runner.__init__).parameters, *_OTHER_KEYS} - {'self', 'cfg'}
+    for option in options:
+        if (name := option.split('.')[0]) not in known:
+            fail(
+                f'--cfg-options {option}: the config has no {name}, and nothing reads one'
+                f'{alike(name, known)}'
+            )
 
 
 def innermost_dataset(dataset: Any) -> Any:
@@ -124,8 +191,23 @@ def _move_data(part: Any, old: str, new: str) -> None:
             part[key] = new.rstrip('/') + value[len(old.rstrip('/')) :]
 
 
-def build_runner(cfg: Config) -> Runner:
-    """Build the config's runner, or CPUDistributedRunner for several processes without a GPU."""
+def build_runner(
+    cfg: Config, training: bool = False, max_pixels: int = MAX_PIXELS
+) -> Runner | FlexibleRunner:
+    """Build the config's runner, or CPUDistributedRunner for several processes without a GPU.
+
+    FlexibleRunner is for training alone: the checkpoints of its strategies are whole.
+    ``max_pixels`` bounds the images of its data sets.
+    """
+    limit_pixels(max_pixels)
+    runner = _build_runner(cfg, training)
+    if not training:  # a training has it in its config
+        runner.register_hook(UnreadableImageHook())
+    guard_data(runner, max_pixels)
+    return runner
+
+
+def _build_runner(cfg: Config, training: bool) -> Runner | FlexibleRunner:
     check_model(cfg.get('model') or {})
     optim_wrapper = cfg.get('optim_wrapper') or {}
     decays = 'layer_decay_rate' in (optim_wrapper.get('paramwise_cfg') or {})
@@ -133,6 +215,17 @@ def build_runner(cfg: Config) -> Runner:
         fail(
             'optim_wrapper.paramwise_cfg.layer_decay_rate needs '
             "optim_wrapper.constructor='LayerDecayOptimWrapperConstructor'"
+        )
+    if uses_flexible_runner(cfg):
+        if training:
+            return build_flexible_runner(cfg)
+        cfg.pop('runner_type')
+    optimizer = kind_name((optim_wrapper.get('optimizer') or {}).get('type'))
+    if training and optimizer == 'ZeroRedundancyOptimizer':
+        fail(
+            "optim_wrapper.optimizer.type='ZeroRedundancyOptimizer' needs "
+            "runner_type='FlexibleRunner': mmengine's Runner saves on the first process alone, and "
+            'waits there for the parts of the others for ever'
         )
     if cfg.launcher != 'none' and get_device() == 'cpu':
         name = CPUDistributedRunner.__name__
@@ -142,17 +235,36 @@ def build_runner(cfg: Config) -> Runner:
     return RUNNERS.build(cfg) if 'runner_type' in cfg else Runner.from_cfg(cfg)
 
 
-def read_checkpoint(filename: str) -> Mapping[str, Any]:
-    """Read a checkpoint from anywhere mmengine can read it."""
+def read_checkpoint(filename: str, strict: bool = False) -> Mapping[str, Any]:
+    """Read a checkpoint from anywhere mmengine can read it, or end the program.
+
+    ``strict`` is that of :func:`mmnala.checkpoint.read_checkpoint`.
+    """
     try:
-        if os.path.isfile(filename):
-            check_archive(filename)
-        checkpoint = CheckpointLoader.load_checkpoint(filename, map_location='cpu')
-    except Exception as error:  # torch.load raises nearly anything on a file it does not know
+        return load_from_untrusted(filename, 'cpu', strict)
+    except CheckpointError as error:
+        fail(error)
+    except OSError as error:
         fail(f'checkpoint {filename}: {type(error).__name__}: {error}')
-    if not isinstance(checkpoint, Mapping):
-        fail(f'checkpoint {filename}: expected a dict, got {type(checkpoint).__name__}')
-    return checkpoint
+
+
+def claim(out: str | Path, make: bool = True) -> None:
+    """Fail unless a folder for results is new or empty; make it, or leave that for later.
+
+    Raises:
+        InputError: If there are files in it, or it cannot be made.
+    """
+    folder = Path(out)
+    try:
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+        taken = folder.exists() and any(folder.iterdir())
+    except OSError as error:
+        raise InputError(f'--out {out}: {error}') from error
+    if taken:
+        raise InputError(
+            f'--out {out}: expected a new or empty folder; move what is in it, or choose another'
+        )
 
 
 def check_weights(model: nn.Module, checkpoint: Mapping[str, Any], filename: str) -> None:

@@ -96,7 +96,7 @@ def unreadable_file(sample: dict) -> str | None:
         try:
             content = get(path)
         except Exception as error:
-            return f'cannot read {path}: {_one_line(error)}'
+            return f'{path}: {_one_line(error)}'
         try:
             with Image.open(io.BytesIO(content)) as image:
                 image.load()
@@ -109,7 +109,7 @@ def unreadable_file(sample: dict) -> str | None:
                 readable = False
             if not readable:
                 reason = _one_line(error) if content else 'the file is empty'
-                return f'cannot read {path}: {reason}'
+                return f'{path}: {reason}'
     return None
 
 

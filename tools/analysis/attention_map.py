@@ -9,7 +9,7 @@ import argparse
 
 from mmnala.analysis import attention_map as analysis
 from mmnala.analysis.attention import attention_layers, select_block
-from mmnala.analysis.plotting import claim, save, table
+from mmnala.analysis.plotting import save, table
 from mmnala.analysis.subject import (
     add_image_arguments,
     add_model_arguments,
@@ -19,7 +19,7 @@ from mmnala.analysis.subject import (
     point,
     unique_names,
 )
-from mmnala.engine.tools import run
+from mmnala.engine.tools import claim, run
 from mmnala.report.drawing import png
 
 

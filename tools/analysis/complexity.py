@@ -8,14 +8,14 @@ operations, and totals.csv.
 import argparse
 
 from mmnala.analysis import complexity as analysis
-from mmnala.analysis.plotting import as_text, claim, save, table
+from mmnala.analysis.plotting import as_text, save, table
 from mmnala.analysis.subject import (
     add_model_arguments,
     add_output_argument,
     load_subject,
     size,
 )
-from mmnala.engine.tools import run
+from mmnala.engine.tools import claim, run
 from mmnala.report.drawing import png
 
 

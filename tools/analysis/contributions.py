@@ -18,7 +18,7 @@ from mmnala.analysis.attention import (
     visit_attention,
 )
 from mmnala.analysis.attention_map import token_at
-from mmnala.analysis.plotting import as_text, claim, save, table
+from mmnala.analysis.plotting import as_text, save, table
 from mmnala.analysis.subject import (
     add_image_arguments,
     add_model_arguments,
@@ -28,7 +28,7 @@ from mmnala.analysis.subject import (
     point,
     positive,
 )
-from mmnala.engine.tools import fail, run
+from mmnala.engine.tools import claim, fail, run
 from mmnala.report.drawing import png
 
 

@@ -9,7 +9,7 @@ import argparse
 import torch
 
 from mmnala.analysis import feature_pca as analysis
-from mmnala.analysis.plotting import as_text, claim, save, table
+from mmnala.analysis.plotting import as_text, save, table
 from mmnala.analysis.subject import (
     add_image_arguments,
     add_model_arguments,
@@ -19,7 +19,7 @@ from mmnala.analysis.subject import (
     stage_outputs,
     unique_names,
 )
-from mmnala.engine.tools import run
+from mmnala.engine.tools import claim, run
 from mmnala.report.drawing import png
 
 

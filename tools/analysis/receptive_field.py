@@ -10,7 +10,7 @@ import io
 import numpy as np
 
 from mmnala.analysis import receptive_field as analysis
-from mmnala.analysis.plotting import as_text, claim, save, table
+from mmnala.analysis.plotting import as_text, save, table
 from mmnala.analysis.subject import (
     add_image_arguments,
     add_model_arguments,
@@ -19,7 +19,7 @@ from mmnala.analysis.subject import (
     load_subject,
     size,
 )
-from mmnala.engine.tools import run
+from mmnala.engine.tools import claim, run
 from mmnala.report.drawing import png
 
 
