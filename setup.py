@@ -1,5 +1,6 @@
 """What setup.cfg cannot say: the files outside the package that the wheel brings along."""
 
+import shutil
 from pathlib import Path
 
 from setuptools import Command, setup
@@ -52,5 +53,13 @@ class BuildMim(Command):
             self.copy_file(source, target)
 
 
+class Build(build):
+    """Build anew: what an earlier build left beside it would go into the wheel, too."""
+
+    def run(self):
+        shutil.rmtree(Path(self.build_lib, 'mmnala'), ignore_errors=True)
+        super().run()
+
+
 build.sub_commands.append(('build_mim', None))
-setup(cmdclass=dict(build_mim=BuildMim))
+setup(cmdclass=dict(build=Build, build_mim=BuildMim))

@@ -2,6 +2,7 @@
 
 import csv
 import email
+import importlib.metadata
 import re
 import shutil
 import socket
@@ -19,7 +20,9 @@ import mmnala
 from mmnala.datasets.shapes import make_dataset
 
 ROOT = Path(__file__).parent.parent
+CORE = {'torch', 'timm', 'numpy', 'safetensors', 'pillow', 'pyyaml'}
 ONEDL = {'onedl-mmengine', 'onedl-mmcv', 'onedl-mmdetection', 'onedl-mmsegmentation'}
+DEV = {'pytest', 'hypothesis', 'ruff', 'mypy', 'deptry'}
 OPENMMLAB = {'mmengine', 'mmcv', 'mmdet', 'mmsegmentation'}
 
 
@@ -53,7 +56,7 @@ def source(tmp_path_factory):
         shutil.copytree(ROOT / name, source / name)
     for name in (
         *('tools/__pycache__/train.cpython-311.pyc', 'configs/coco/notes.txt', 'configs/a.pth'),
-        *('work_dirs/run/config.py', 'data/shapes/shapes.py'),
+        *('work_dirs/run/config.py', 'data/shapes/shapes.py', 'build/lib/mmnala/stale.py'),
     ):
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).touch()
@@ -103,7 +106,7 @@ def test_metadata(metadata):
 
 
 def test_core_requires_no_openmmlab_distribution(metadata):
-    assert requirements(metadata) == {'torch', 'timm', 'numpy', 'safetensors'}
+    assert requirements(metadata) == CORE
 
 
 def test_extras_hold_one_family_each(metadata):
@@ -117,7 +120,47 @@ def test_extras_hold_one_family_each(metadata):
     assert requirements(metadata, 'export') == {'onnx', 'onnxruntime', 'onnxscript'}
     assert requirements(metadata, 'analysis') == {'jinja2', 'matplotlib', 'scipy'}
     assert requirements(metadata, 'cityscapes') == {'cityscapesscripts'}
-    assert requirements(metadata, 'dev') == {'pytest', 'ruff', 'mypy'}
+    assert requirements(metadata, 'dev') == DEV
+
+
+def test_imports_are_declared(metadata, tmp_path):
+    """Whatever mmnala and its tools import is required, by one extra or another."""
+    lines = [line.partition(';')[0] for line in metadata.get_all('Requires-Dist')]
+    (tmp_path / 'requirements.txt').write_text('\n'.join(lines))
+    options = ['--config', ROOT / 'pyproject.toml', '--known-first-party', 'mmnala']
+    requirements = ['--requirements-files', tmp_path / 'requirements.txt']
+    run('-m', 'deptry', 'mmnala', 'tools', *options, *requirements, cwd=ROOT)
+
+
+# What distributions call the licence in their metadata, where they don't by its name.
+CALLED = {
+    'BSD-3-Clause': r'BSD|Redistribution and use|Enthought|NumPy Developers',
+    'Apache-2.0': r'Apache|VBTI',
+    'MIT-CMU': r'MIT-CMU|HPND',
+    'PSF': r'Python Software Foundation|matplotlib',
+    'its own': r'(?i:license)',
+}
+
+
+def test_licences_are_listed(metadata):
+    page = (ROOT / 'docs/licences.md').read_text()
+    listed = {}
+    for names, licence in re.findall(r'^\| (`.*?) \| (.*?) \|', page, re.MULTILINE):
+        listed |= dict.fromkeys(re.findall(r'`([^`]+)`', names), licence)
+    lines = metadata.get_all('Requires-Dist')
+    assert set(listed) == {re.match(r'[\w.-]+', line).group() for line in lines}
+    compared = 0
+    for name, licence in listed.items():
+        try:
+            found = importlib.metadata.metadata(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue  # of the other family
+        classifiers = [c for c in found.get_all('Classifier') or [] if c.startswith('License')]
+        texts = [found['License-Expression'], found['License'], *classifiers]
+        known = CALLED.get(licence.partition(',')[0], re.escape(licence))
+        assert re.search(known, ' '.join(filter(None, texts))), (name, texts)
+        compared += 1
+    assert compared >= 15
 
 
 def files_under(folder, *patterns):
