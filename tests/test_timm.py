@@ -12,12 +12,17 @@ import torch
 from mmengine.registry import DefaultScope
 from safetensors.torch import save_file
 from timm.models import group_parameters, load_checkpoint
-from timm.optim import create_optimizer_v2, param_groups_layer_decay
+from timm.optim import create_optimizer_v2
 from torch import nn
 from toy import ENVIRONMENT
 
 from mmnala import NaLaFormer
 from mmnala.conversion import convert
+
+try:
+    from timm.optim import param_groups_layer_decay
+except ImportError:  # timm 1.0.9
+    from timm.optim.optim_factory import param_groups_layer_decay
 
 ARCH = dict(channels=[8, 16, 16, 24], depths=[1, 2, 1, 1], num_heads=[1, 2, 2, 3], mlp_ratio=2)
 IMAGE = torch.rand(2, 3, 33, 64, generator=torch.Generator().manual_seed(0))
