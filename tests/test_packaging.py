@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import setuptools
 from mmengine.config import Config
 from toy import ENVIRONMENT
 
@@ -240,6 +241,58 @@ def test_installed_tools_train_and_leave_the_package_as_it_was(installed, tmp_pa
     recorded = {row[0] for row in csv.reader(record.read_text().splitlines())}
     files = {path.relative_to(installed) for path in installed.rglob('*') if path.is_file()}
     assert {path.as_posix() for path in files} == recorded
+
+
+def tree(folder):
+    names = {path.relative_to(folder).as_posix() for path in folder.rglob('*')}
+    return {name for name in names if '__pycache__' not in name}
+
+
+SHOW = """
+import pathlib, mmnala
+print(mmnala.__version__, pathlib.Path(mmnala.__file__).parent)
+"""
+
+
+@pytest.mark.parametrize('kind', ['folder', 'editable', 'wheel', 'sdist'])
+def test_installing_and_uninstalling_in_a_bare_environment(kind, source, wheel_file, tmp_path):
+    environment = tmp_path / 'bare'
+    run('-m', 'venv', '--without-pip', environment, cwd=tmp_path)
+    site = next(environment.glob('lib/python*/site-packages'))
+    for pattern in ('setuptools', 'setuptools-*', '_distutils_hack'):
+        (path,) = Path(setuptools.__file__).parents[1].glob(pattern)
+        (site / path.name).symlink_to(path)
+    (site / 'other.txt').touch()  # pip removes a folder without files of others, links or not
+    before = tree(environment)
+    what = [source]
+    if kind == 'editable':
+        what = ['--editable', source]
+    elif kind == 'wheel':
+        what = [wheel_file]
+    elif kind == 'sdist':
+        build = 'import sys, setuptools.build_meta as backend; backend.build_sdist(sys.argv[1])'
+        run('-c', build, tmp_path, cwd=source)
+        what = list(tmp_path.glob('*.tar.gz'))
+    pip = ['-m', 'pip', '--python', environment / 'bin/python']
+    options = ['--quiet', '--no-deps', '--no-build-isolation', '--no-compile']
+    run(*pip, 'install', *options, *what, cwd=tmp_path)
+
+    package = source / 'mmnala' if kind == 'editable' else site / 'mmnala'
+    (site / 'requirements.pth').write_text(str(Path(setuptools.__file__).parents[1]))
+    done = subprocess.run(
+        [environment / 'bin/python', '-B', '-c', SHOW],
+        cwd=tmp_path,
+        env=ENVIRONMENT | dict(PYTHONPATH=''),
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.split() == [mmnala.__version__, str(package)], done.stderr
+    assert (package / 'py.typed').is_file()
+    assert (package / '.mim/configs/upernet_nala_ade20k.py').is_file() == (kind != 'editable')
+
+    (site / 'requirements.pth').unlink()
+    run(*pip, 'uninstall', '--quiet', '--yes', 'mmnala', cwd=tmp_path)
+    assert tree(environment) == before
 
 
 def run_without(blocked, code):
