@@ -92,8 +92,11 @@ def check_labels(
     """
     header = read_header(path, max_pixels)
     if header.mode[0] in 'IF':
-        with Image.open(path) as labels:
-            values = np.asarray(labels)
+        try:
+            with Image.open(path) as labels:
+                values = np.asarray(labels)
+        except Exception as error:  # as in read_header
+            raise FileError(f'{path}: {type(error).__name__} {error}') from None
         if values.min() < 0 or values.max() > 255:
             raise FileError(
                 f'{path}: has labels from {values.min()} to {values.max()}, allowed are 0 to 255'

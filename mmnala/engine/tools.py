@@ -18,7 +18,7 @@ from torch import nn
 
 from ..checkpoint.files import CheckpointError
 from ..checkpoint.loading import distrust_files, load_from_untrusted
-from ..datasets.check import LARGEST_LIMIT
+from ..datasets.check import LARGEST_LIMIT, printable
 from ..datasets.untrusted import MAX_PIXELS
 from .config_errors import alike, config_error
 from .data_guard import guard_data
@@ -121,6 +121,9 @@ def load_config(args: argparse.Namespace) -> Config:
         cfg = Config.fromfile(args.config)
     except (OSError, SyntaxError, ImportError, ConfigParsingError) as error:
         fail(f'config {args.config}: {error}')
+    except Exception as error:  # of the config's own code, or of a damaged JSON or YAML file
+        fail(printable(f'config {args.config}: {type(error).__name__}: {error}'))
+    _check_sections(cfg)
     if 'data_root' in args.cfg_options:
         for old in _data_roots(cfg):
             _move_data(cfg, old, args.cfg_options['data_root'])
@@ -129,6 +132,7 @@ def load_config(args: argparse.Namespace) -> Config:
         cfg.merge_from_dict(args.cfg_options)
     except (AttributeError, KeyError, TypeError) as error:
         fail(f'--cfg-options {args.cfg_options}: {error}')
+    _check_sections(cfg)
 
     cfg.launcher = args.launcher
     if args.work_dir is not None:
@@ -161,14 +165,27 @@ def _check_options(options: Mapping[str, Any], cfg: Config) -> None:
     for option in options:
         if (name := option.split('.')[0]) not in known:
             fail(
-                f'--cfg-options {option}: the config has no {name}, and nothing reads one'
-                f'{alike(name, known)}'
+                printable(
+                    f'--cfg-options {option}: the config has no {name}, and nothing reads one'
+                    f'{alike(name, known)}'
+                )
             )
+
+
+def _check_sections(cfg: Config) -> None:
+    """Fail unless the parts that are dicts in any config are dicts in this one."""
+    loaders = [f'{kind}_dataloader' for kind in ('train', 'val', 'test')]
+    for name in ('model', 'optim_wrapper', 'default_hooks', *loaders):
+        section = cfg.get(name)
+        if section is not None and not isinstance(section, Mapping):
+            fail(printable(f'config: {name} must be a dict, got {section!r}'))
+        if name in loaders and section and not isinstance(section.get('dataset', {}), Mapping):
+            fail(printable(f'config: {name}.dataset must be a dict, got {section.dataset!r}'))
 
 
 def innermost_dataset(dataset: Any) -> Any:
     """A data set's config inside its wrappers."""
-    while 'dataset' in dataset:
+    while isinstance(dataset.get('dataset'), Mapping):
         dataset = dataset['dataset']
     return dataset
 
