@@ -3,6 +3,7 @@
 import ast
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -35,6 +36,10 @@ import mmcv._ext
 def get_compiling_cuda_version():
     return '{cuda}'
 """
+
+
+# What mmnala itself requires.
+OWN = check_env.requirements()['']
 
 
 class Environment:
@@ -123,7 +128,9 @@ def empty(folder):
 def install_core(environment):
     environment.torch()
     versions = dict(torchvision='0.24.1', numpy='2.2.6', timm='1.0.31', safetensors='0.8.0')
-    for name, version in dict(versions, mmnala='0.1.0').items():
+    others = dict.fromkeys(OWN, '99.0')
+    del others['torch']
+    for name, version in dict(others, **versions, mmnala='0.1.0').items():
         environment.install(name, version, {f'{name}/__init__.py': ''})
 
 
@@ -228,9 +235,11 @@ def test_empty_environment(empty):
     assert [row.split()[1] for row in rows[1:]] == ['-'] * 11
     assert found == faults(
         ('torch is not installed', TORCH_COMMAND),
-        ('numpy is not installed', 'pip install numpy'),
-        ('safetensors is not installed', 'pip install safetensors'),
-        ('timm is not installed', "pip install 'timm>=1.0.9'"),
+        *(
+            (f'{name} is not installed', f'pip install {shlex.quote(name + specifier)}')
+            for name, specifier in OWN.items()
+            if name != 'torch'
+        ),
         (
             'OpenMMLab is not installed',
             f"{TOOLS} && pip install --no-build-isolation --no-cache-dir 'onedl-mmcv>=2.3' && "
@@ -384,6 +393,14 @@ MISSING_OPERATORS = 'mmcv has no compiled operators (mmcv._ext): it was built wi
                     "timm cannot be imported: ModuleNotFoundError: No module named 'torch._six'",
                     'pip install --force-reinstall --no-deps timm==1.0.31',
                 )
+            ],
+        ),
+        (
+            lambda environment: environment.uninstall('numpy', 'timm', 'onedl-mmengine'),
+            [
+                ('numpy is not installed', 'pip install numpy'),
+                ('timm is not installed', "pip install 'timm>=1.0.9'"),
+                ('mmengine is not installed', "pip install 'onedl-mmengine>=0.10.8'"),
             ],
         ),
         (
@@ -636,7 +653,7 @@ def test_versions_compare_as_pip_compares_them(specifier, version):
 def test_requirements_of_setup_cfg():
     extras = check_env.requirements()
     own = extras.pop('')
-    assert {'torch', 'timm', 'numpy', 'safetensors'} == own.keys()
+    assert {'torch', 'timm', 'numpy', 'safetensors'} <= own.keys()
     for name, specifier in [*own.items(), *(item for e in extras.values() for item in e.items())]:
         requirement = Requirement(name + specifier)
         assert (requirement.name, requirement.specifier) == (name, SpecifierSet(specifier))

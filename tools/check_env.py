@@ -45,7 +45,12 @@ MODULES = {
 # Distributions that hold the same modules and are none of a family.
 OTHERS = {'mmengine': ['mmengine-lite'], 'mmcv': ['mmcv-lite', 'mmcv-full']}
 # Distributions that are not called like the module they hold.
-DISTRIBUTIONS = {'PIL': 'pillow', 'cv2': 'opencv-python', 'pkg_resources': 'setuptools<81'}
+DISTRIBUTIONS = {
+    'PIL': 'pillow',
+    'cv2': 'opencv-python',
+    'pkg_resources': 'setuptools<81',
+    'yaml': 'pyyaml',
+}
 
 COMPARISONS = {'>=': operator.ge, '<=': operator.le, '<': operator.lt, '==': operator.eq}
 
@@ -361,7 +366,7 @@ class Environment:
                 self.check_import(module, *error)
 
     def check_import(self, module, kind, text, name):
-        lacking = name if kind == 'ModuleNotFoundError' else None
+        lacking = DISTRIBUTIONS.get(name, name) if kind == 'ModuleNotFoundError' else None
         version = self.installed.get(module)
         reason = f'{kind}: {text}'
         if name == 'mmcv._ext':
@@ -375,8 +380,8 @@ class Environment:
         elif lacking in self.missing:
             pass  # among the faults already
         elif lacking and '.' not in lacking and lacking != module:
-            text = f'{module} needs {lacking}, which is not installed'
-            self.fault(text, pip_install(DISTRIBUTIONS.get(lacking, lacking)))
+            text = f'{module} needs {name}, which is not installed'
+            self.fault(text, pip_install(lacking))
         elif 'libGL' in text:
             text = f'{module} cannot be imported: OpenCV finds no libGL on this machine'
             version = self.installed.get('opencv-python')
