@@ -179,8 +179,9 @@ def _check_sections(cfg: Config) -> None:
         section = cfg.get(name)
         if section is not None and not isinstance(section, Mapping):
             fail(printable(f'config: {name} must be a dict, got {section!r}'))
-        if name in loaders and section and not isinstance(section.get('dataset', {}), Mapping):
-            fail(printable(f'config: {name}.dataset must be a dict, got {section.dataset!r}'))
+        dataset = section.get('dataset', {}) if name in loaders and section else {}
+        if not isinstance(dataset, Mapping):
+            fail(printable(f'config: {name}.dataset must be a dict, got {dataset!r}'))
 
 
 def innermost_dataset(dataset: Any) -> Any:

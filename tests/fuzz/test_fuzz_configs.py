@@ -90,17 +90,8 @@ def test_options(folder):
     content = tree(write_segmentation_config, folder)
     path = folder / 'config.json'
     path.write_text(json.dumps(content))
-    names = [
-        'model',
-        'backbone',
-        'arch',
-        'channels',
-        'decode_head',
-        'train_dataloader',
-        'dataset',
-        'pipeline',
-    ]
-    names += ['data_root', 'work_dir', 'default_hooks', '0', '-1', 'x'] + ['']
+    names = ['model', 'backbone', 'arch', 'channels', 'decode_head', 'pipeline', '0', '-1', 'x', '']
+    names += ['train_dataloader', 'dataset', 'data_root', 'work_dir', 'default_hooks']
     keys = st.lists(st.sampled_from(names), min_size=1, max_size=4).map('.'.join)
     values = SMALL.map(json.dumps).map(lambda text: text.replace(' ', ''))
     values |= st.text('[](),=\'"ab1.-', max_size=8)
