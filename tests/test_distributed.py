@@ -71,6 +71,25 @@ def test_scripts_train_and_evaluate(data, tmp_path, port):
     assert len(re.findall(line, alone.output)) == 1
 
 
+@pytest.mark.parametrize('ranks', [1, 2])
+def test_same_seed_same_weights(data, tmp_path, port, ranks):
+    """With torch's deterministic algorithms, and by the seed alone."""
+
+    def train(name: str, seed: int) -> dict[str, torch.Tensor]:
+        lines = f"randomness = dict(seed={seed}, deterministic=True)\ntrain_cfg['max_iters'] = 4"
+        config = write_segmentation_config(tmp_path / f'{name}.py', data, lines)
+        if ranks == 1:
+            finished = [run_tool('train.py', config, cwd=tmp_path)]
+        else:
+            finished = run_pair('train.py', config, cwd=tmp_path, port=port)
+        assert [rank.code for rank in finished] == [0] * ranks, finished[0].output
+        return weights(tmp_path / f'work_dirs/{name}/rank{ranks - 1}.pth')
+
+    first = train('first', seed=7)
+    assert same(train('second', seed=7), first)
+    assert not same(train('third', seed=8), first)
+
+
 def test_a_dying_rank_ends_the_run(data, tmp_path, port):
     kill = 'custom_hooks.append(dict(type="KillHook", iteration=2, rank=1))'
     config = write_segmentation_config(tmp_path / 'dying.py', data, kill)
