@@ -18,7 +18,8 @@ from torch import Tensor
 
 from .plain import EPS, FEATURE_MAPS, MIN_NORM, OFFSET, POWER, nan_if_infinite, unit_and_norm
 
-# Elements of one chunk's features over all heads: 512 KiB in float32, half of a core's L2 cache.
+# Elements of one chunk's features over all heads and for each thread: 512 KiB in float32, half of a
+# core's L2 cache.
 CHUNK_ELEMENTS = 2**17
 MIN_CHUNK = 32  # tokens
 
@@ -122,7 +123,7 @@ def _maps(name: str) -> tuple[DifferentiableMap, DifferentiableMap]:
 def _chunks(x: Tensor) -> Iterator[tuple[int, slice]]:
     """One image and so many tokens of it, all heads, at a time."""
     batch, heads, tokens, channels = x.shape
-    size = max(MIN_CHUNK, CHUNK_ELEMENTS // (2 * heads * channels))
+    size = max(MIN_CHUNK, torch.get_num_threads() * CHUNK_ELEMENTS // (2 * heads * channels))
     for image in range(batch):
         for start in range(0, tokens, size):
             yield image, slice(start, start + size)
