@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps
 from timm.data import resolve_data_config
 from timm.layers import Format
+from timm.models import clean_state_dict
 from torch import Tensor, nn
 
 from .. import timm_models  # noqa: F401, registers nalaformer_*
 from ..checkpoint.files import local_file, read_checkpoint
+from ..checkpoint.layouts import find_state_dict
 from ..engine.errors import InputError
 from ..engine.model_check import check_model
 from ..engine.testing import without_annotations
@@ -211,11 +213,13 @@ def load_subject(args: argparse.Namespace, whole: bool = False) -> Subject:
 
 def _load_timm(args: argparse.Namespace, whole: bool) -> Subject:
     name, options = args.config.removeprefix(TIMM), dict(args.cfg_options)
-    if args.checkpoint is not None:
-        options |= dict(pretrained=True, pretrained_cfg_overlay=dict(file=args.checkpoint))
     if not whole:
         options['features_only'] = True
     try:
+        if args.checkpoint is not None:  # read here, since older versions of timm run pickles
+            state = find_state_dict(read_checkpoint(local_file(args.checkpoint)))
+            overlay = dict(state_dict=clean_state_dict(state))
+            options |= dict(pretrained=True, pretrained_cfg_overlay=overlay)
         model = timm.create_model(name, **options)
     # Each model fails in its own way on arguments, weights and stages that it does not have.
     except Exception as error:
