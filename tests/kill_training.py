@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from faults import checkpoint, differences, training_state
-from toy import start, write_scenes, write_segmentation_config
+from toy import run_tool, start, write_scenes, write_segmentation_config
 
 CONFIG = """
 train_cfg.update(max_iters=16, val_interval=4)
@@ -109,6 +109,7 @@ def kill_at_random(folder: Path, kills: int, seed: int) -> Report:
     draw = random.Random(seed)
     write_scenes(folder / 'data')
     config = write_segmentation_config(folder / 'seg.py', folder / 'data', CONFIG)
+    run_tool('train.py', '--help', cwd=folder)  # the first process waits for all imports
     started = time.monotonic()
     code, beginning = run(config, 'whole', 0, 600, after_begin=True)
     whole = time.monotonic() - started

@@ -115,31 +115,36 @@ def test_a_run_leaves_what_mmengines_hook_leaves(tmp_path, whole):
         assert_same_end(folder, left)
 
 
-@pytest.mark.parametrize('event', range(8))
-def test_killed_before_each_event_of_saving(tmp_path, whole, event):
-    """The second save, with one checkpoint to keep: write, name, pointer, removal."""
+def test_killed_before_each_event_of_saving(tmp_path, whole):
+    """Write, name, flush the name, the same for the pointer, remove; one checkpoint is kept.
+
+    Each run goes on from what the one before left.
+    """
     keep = "default_hooks['checkpoint'].update(max_keep_ckpts=1)\n"
-    killed = keep + hook('KillAtEventHook', event=6 + event)
-    assert run_tiny(tmp_path, 'parts', killed).code == -9
     work_dir = tmp_path / 'parts'
-    saved = sorted(work_dir.glob('*.pth'))
-    assert saved and all(checkpoint(path)['meta']['iter'] in (2, 4) for path in saved)
-    assert Path((work_dir / 'last_checkpoint').read_text()) in saved
-    resumed = train(tmp_path, 'parts', keep, '--resume')
-    assert_same_end(resumed, whole)
+    for event in (*range(8), 9):
+        extra = keep + hook('KillAtEventHook', event=event)
+        assert run_tiny(tmp_path, 'parts', extra, '--resume').code == -9
+        saved = {path.name: checkpoint(path)['meta']['iter'] for path in work_dir.glob('iter_*')}
+        assert saved == {f'iter_{step}.pth': step for step in saved.values()}
+        assert len(saved) >= (event > 1)
+        assert (work_dir / 'last_checkpoint').exists() == (event > 5)
+        assert event <= 5 or pointer(work_dir) in saved
+    assert_same_end(train(tmp_path, 'parts', keep, '--resume'), whole)
     assert not [path for path in work_dir.iterdir() if path.name.endswith('.partial')]
 
 
-@pytest.mark.parametrize('iteration', [4, 12])
-def test_a_validation_that_a_kill_prevented_is_made_up_for(tmp_path, whole, iteration):
-    killed = hook('KillBeforeValidationHook', iteration=iteration)
-    assert run_tiny(tmp_path, 'parts', killed).code == -9
-    assert pointer(tmp_path / 'parts') == f'iter_{iteration}.pth'
+def test_validations_that_a_kill_prevented_are_made_up_for(tmp_path, whole):
+    extra = hook('KillBeforeValidationHook', iteration=4)
+    assert run_tiny(tmp_path, 'parts', extra).code == -9
+    assert pointer(tmp_path / 'parts') == 'iter_4.pth'
+    extra = hook('KillBeforeValidationHook', iteration=12)
+    killed = run_tiny(tmp_path, 'parts', extra, '--resume')
+    assert killed.code == -9 and 'saved before its validation' in killed.output
+    assert pointer(tmp_path / 'parts') == LAST
     finished = run_tiny(tmp_path, 'parts', '', '--resume')
     assert finished.code == 0 and 'saved before its validation' in finished.output
     assert_same_end(tmp_path / 'parts', whole)
-    again = run_tiny(tmp_path, 'parts', '', '--resume')
-    assert again.code == 0 and 'saved before its validation' not in again.output
 
 
 def test_a_name_without_number_is_never_without_its_file(tmp_path, whole):
@@ -355,15 +360,14 @@ default_hooks['checkpoint'].update(by_epoch=True, interval=1)
 """
 
 
-@pytest.mark.parametrize(
-    ('iteration', 'saved'),
-    [(6, 'nothing is saved within an epoch'), (4, 'saved .*/parts/epoch_1.pth')],
-)
-def test_a_signal_between_and_within_epochs(tmp_path, iteration, saved):
+def test_signals_between_and_within_epochs(tmp_path):
     expected = train(tmp_path, 'whole', EPOCHS)
-    finished = run_tiny(tmp_path, 'parts', EPOCHS + hook('SignalHook', iteration=iteration))
+    finished = run_tiny(tmp_path, 'parts', EPOCHS + hook('SignalHook', iteration=4))
     assert finished.code == 143, finished.output
-    assert re.search(f'after iteration {iteration + 1}: {saved}', finished.output)
+    assert f'after iteration 5: saved {tmp_path}/parts/epoch_1.pth' in finished.output
+    finished = run_tiny(tmp_path, 'parts', EPOCHS + hook('SignalHook', iteration=6), '--resume')
+    assert finished.code == 143, finished.output
+    assert 'after iteration 7: nothing is saved within an epoch' in finished.output
     resumed = train(tmp_path, 'parts', EPOCHS, '--resume')
     states = [training_state(folder / 'epoch_2.pth') for folder in (resumed, expected)]
     assert differences(*states) == []
@@ -418,7 +422,7 @@ def test_a_dead_worker(tmp_path, whole):
 def spoil(data: Path, folder: Path, kind: str, split: str = 'train') -> Path:
     """A copy of the data of which a file is damaged; the file's path."""
     shutil.copytree(data, folder)
-    path = folder / ('masks' if kind == 'mask' else 'images') / split / '3.png'
+    path = folder / ('masks' if kind in ('mask', 'missing') else 'images') / split / '3.png'
     if kind == 'missing':
         path.unlink()
     else:
@@ -429,9 +433,8 @@ def spoil(data: Path, folder: Path, kind: str, split: str = 'train') -> Path:
 @pytest.mark.parametrize(
     ('kind', 'workers', 'reason'),
     [
-        ('image', 2, 'UnidentifiedImageError|OSError|SyntaxError'),
-        ('mask', 0, 'UnidentifiedImageError|OSError|SyntaxError'),
-        ('empty', 0, 'the file is empty'),
+        ('image', 2, 'cannot identify image|OSError|SyntaxError|truncated'),
+        ('mask', 0, 'cannot identify image|OSError|SyntaxError|truncated'),
         ('missing', 2, 'FileNotFoundError: No such file or directory'),
     ],
 )
@@ -440,7 +443,7 @@ def test_an_unreadable_image_is_named(data, tmp_path, kind, workers, reason):
     extra = f'train_dataloader.update(num_workers={workers})\n'
     config = write_segmentation_config(tmp_path / 'seg.py', tmp_path / 'data', extra)
     line = error_line(run_tool('train.py', config, cwd=tmp_path))
-    assert re.match(f'error: cannot read {path}: ({reason})', line)
+    assert re.match(f'error: {path}: .*({reason})', line)
 
 
 @pytest.mark.parametrize('write_config', [write_segmentation_config, write_detection_config])
@@ -455,7 +458,7 @@ train_dataloader['dataset'] = dict(type='RepeatDataset', times=2, dataset=datase
     config = write_config(tmp_path / 'toy.py', tmp_path / 'data', extra)
     finished = run_tool('train.py', config, cwd=tmp_path)
     assert finished.code == 0, finished.output
-    assert f'UnreadableImageHook: cannot read {path}: ' in finished.output
+    assert f'UnreadableImageHook: {path}: ' in finished.output
     assert (tmp_path / 'work_dirs/toy/rank0.pth').exists()
 
 
@@ -465,12 +468,16 @@ def test_an_unreadable_image_ends_a_validation(data, tmp_path):
         tmp_path / 'seg.py', tmp_path / 'data', hook('UnreadableImageHook', action='skip')
     )
     line = error_line(run_tool('train.py', config, cwd=tmp_path))
-    assert line.startswith(f'error: cannot read {path}: ')
+    assert line.startswith(f'error: {path}: ')
 
 
-def test_other_failures_of_a_pipeline_stay_what_they_are(data, tmp_path):
+def test_only_unreadable_files_are_named(data, tmp_path):
     sample = dict(img_path=str(data / 'images/train/0.png'), seg_map_path='s3://bucket/mask.png')
     assert unreadable_file(sample) is None
+    for kind, reason in (('empty', 'the file is empty'), ('image', 'UnidentifiedImageError: .*')):
+        path = spoil(data, tmp_path / kind, kind)
+        found = unreadable_file(dict(seg_map_path=sample['img_path'], img_path=str(path)))
+        assert re.fullmatch(f'{path}: {reason}', found)
     with pytest.raises(InputError, match="action must be 'stop' or 'skip', got 'pass'"):
         UnreadableImageHook(action='pass')
 
@@ -524,7 +531,7 @@ def test_an_error_of_one_rank_ends_both(tmp_path, port, data):
     path = spoil(data, tmp_path / 'data', 'image')
     config = write_segmentation_config(tmp_path / 'seg.py', tmp_path / 'data', '')
     ranks = [error_line(r) for r in run_pair('train.py', config, cwd=tmp_path, port=port)]
-    assert sorted(line.startswith(f'error: cannot read {path}') for line in ranks) == [False, True]
+    assert sorted(line.startswith(f'error: {path}') for line in ranks) == [False, True]
     assert sum('another rank ended or does not answer' in line for line in ranks) == 1
 
 
@@ -544,14 +551,11 @@ def poisoned(module: str, iterations: list[int], **options: object) -> str:
     )
 
 
-@pytest.mark.parametrize(
-    ('module', 'kind'), [('norm', 'BatchNorm1d'), ('body.0', 'Linear'), ('head', 'Linear')]
-)
-def test_a_loss_that_is_not_finite_stops(tmp_path, module, kind):
-    finished = run_tiny(tmp_path, 'work', poisoned(module, [4]))
+def test_a_loss_that_is_not_finite_stops(tmp_path):
+    finished = run_tiny(tmp_path, 'work', poisoned('norm', [4]))
     assert error_line(finished) == (
         'error: iteration 5: the loss is nan (loss): the first module whose output is not finite '
-        f'is {module} ({kind})'
+        'is norm (BatchNorm1d)'
     )
     assert pointer(tmp_path / 'work') == 'iter_4.pth'
 

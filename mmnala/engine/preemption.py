@@ -75,11 +75,11 @@ class PreemptionHook(Hook):
     ) -> None:
         if not self.every_n_train_iters(runner, self.interval):
             return
-        wrapper, epoch, iteration = runner.optim_wrapper, runner.epoch, runner.iter + 1
+        epoch, iteration = runner.epoch, runner.iter + 1
         if isinstance(runner.train_loop, EpochBasedTrainLoop):
             if not self.end_of_epoch(runner.train_dataloader, batch_idx):
                 self._look(runner, epoch, iteration, resumable=False)
-        elif getattr(wrapper, 'inner_count', 0) % getattr(wrapper, '_accumulative_counts', 1) == 0:
+        elif _has_updated(runner):
             self._look(runner, epoch, iteration)
 
     def after_train_epoch(self, runner: Runner) -> None:
@@ -96,7 +96,8 @@ class PreemptionHook(Hook):
         data_batch: Any | None = None,
         outputs: Sequence | None = None,
     ) -> None:
-        if batch_idx < self._val_iters and self.every_n_inner_iters(batch_idx, self.interval):
+        look = batch_idx < self._val_iters and self.every_n_inner_iters(batch_idx, self.interval)
+        if look and (isinstance(runner.train_loop, EpochBasedTrainLoop) or _has_updated(runner)):
             self._look(runner, runner.epoch, runner.iter, validating=True)
 
     def after_train(self, runner: Runner) -> None:
@@ -136,6 +137,13 @@ class PreemptionHook(Hook):
         )
         runner.visualizer.close()
         raise SystemExit(128 + number)
+
+
+def _has_updated(runner: Runner) -> bool:
+    """Whether no gradients are accumulated that a checkpoint would lose."""
+    wrapper = runner.optim_wrapper
+    counts = getattr(wrapper, '_accumulative_counts', 1)
+    return counts == 1 or wrapper.inner_count % counts == 0
 
 
 def _save(saver: CheckpointHook, runner: Runner, epoch: int, iteration: int) -> str:

@@ -1,5 +1,6 @@
 """Checkpoints of which an intact one is on disk at any moment."""
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ class SafeCheckpointHook(CheckpointHook):
       included.
     - The order is: the new checkpoint, then ``last_checkpoint``, then the removal of those that
       ``max_keep_ckpts`` and ``save_best`` replace. mmengine removes first.
-    - What a killed run left half-written is removed when the next one begins.
+    - What a killed run left half-written or did not come to remove is removed by the next one.
     - A run resumed from a checkpoint that was saved before the validation of its iteration makes up
       for that validation, so that the best checkpoint, and schedules and hooks that follow a
       metric, are those of an uninterrupted run.
@@ -50,7 +51,12 @@ class SafeCheckpointHook(CheckpointHook):
             for folder in {runner.work_dir, self.out_dir} if local else {runner.work_dir}:
                 remove_partial(folder)
         self.file_backend = _LateRemoval(self.file_backend)
-        self.last_ckpt = runner.message_hub.runtime_info.get('last_ckpt')
+        info = runner.message_hub.runtime_info
+        self.last_ckpt = info.get('last_ckpt')
+        if is_main_process():  # what the checkpoint replaced, if a kill prevented the removal
+            for name in info.get('replaced', ()):
+                self._remove_later(self.file_backend.join_path(self.out_dir, name))
+            self._remove_replaced()
         if _validation_is_missing(runner):
             runner.logger.info('The checkpoint was saved before its validation, which follows now.')
             runner.val_loop.run()
@@ -79,6 +85,8 @@ class SafeCheckpointHook(CheckpointHook):
         name = self.filename_tmpl.format(step)
         self.last_ckpt = self.file_backend.join_path(self.out_dir, name)
         runner.message_hub.update_info('last_ckpt', self.last_ckpt)
+        replaced = [os.path.basename(path) for path in self.file_backend.removals]
+        runner.message_hub.update_info('replaced', replaced)
         self._reached = dict(meta)
         runner.save_checkpoint(
             self.out_dir,
@@ -114,20 +122,20 @@ class _LateRemoval:
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
-        self._removals: dict[str, Callable[[str], None]] = {}
+        self.removals: dict[str, Callable[[str], None]] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._backend, name)
 
     def remove(self, path: str) -> None:
-        self._removals[path] = self._backend.remove
+        self.removals[path] = self._backend.remove
 
     def rmtree(self, path: str) -> None:
-        self._removals[path] = self._backend.rmtree
+        self.removals[path] = self._backend.rmtree
 
     def remove_now(self, kept: set[str | None]) -> None:
-        while self._removals:
-            path, remove = self._removals.popitem()
+        while self.removals:
+            path, remove = self.removals.popitem()
             if path not in kept:
                 remove(path)
 

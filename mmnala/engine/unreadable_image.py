@@ -50,26 +50,27 @@ class UnreadableImageHook(Hook):
         self.action = action
 
     def before_train(self, runner: Runner) -> None:
-        self._watch(runner.train_dataloader.dataset)
+        _watch(runner.train_dataloader.dataset, skips=self.action == 'skip')
 
     def before_val(self, runner: Runner) -> None:
-        self._watch(runner.val_dataloader.dataset)
+        _watch(runner.val_dataloader.dataset)
 
     def before_test(self, runner: Runner) -> None:
-        self._watch(runner.test_dataloader.dataset)
+        _watch(runner.test_dataloader.dataset)
 
-    def _watch(self, dataset: Dataset) -> None:
-        for inner in _innermost(dataset):
-            if hasattr(type(inner), 'prepare_data'):
-                inner.prepare_data = _Loading(inner, self.action)
+
+def _watch(dataset: Dataset, skips: bool = False) -> None:
+    for inner in _innermost(dataset):
+        if hasattr(type(inner), 'prepare_data'):
+            inner.prepare_data = _Loading(inner, skips)
 
 
 class _Loading:
     """A dataset's ``prepare_data`` that says which file failed."""
 
-    def __init__(self, dataset: Any, action: str) -> None:
+    def __init__(self, dataset: Any, skips: bool) -> None:
         self.dataset = dataset
-        self.skips = action == 'skip' and not getattr(dataset, 'test_mode', False)
+        self.skips = skips
 
     def __call__(self, index: int) -> Any:
         try:

@@ -52,6 +52,6 @@ def write_whole(path: str | Path, data: bytes) -> None:
 
 def remove_partial(folder: str | Path) -> None:
     """Remove what killed programs were writing into a folder that no other one writes into."""
-    for path in Path(folder).iterdir():
+    for path in Path(folder).glob('.*.partial'):
         if _PARTIAL.fullmatch(path.name):
             path.unlink()
