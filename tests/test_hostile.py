@@ -548,6 +548,22 @@ def test_other_annotations_that_cannot_be_read(data, tmp_path, distrusting):
 
 
 @pytest.mark.parametrize(
+    'part',
+    [
+        dict(type='mmdet.OpenImagesChallengeDataset'),
+        dict(type='A', pipeline=[[dict(type='B', decode_backend='pickle')]]),
+    ],
+)
+def test_what_would_unpickle_by_itself(part):
+    runner = SimpleNamespace(build_dataloader=Runner.build_dataloader, build_evaluator=None)
+    guard_data(runner, 100)
+    with pytest.raises(
+        InputError, match=r"'(mmdet\.OpenI\w+|pickle)' would run pickles of the data"
+    ):
+        runner.build_dataloader(dict(dataset=dict(type='C', dataset=part), batch_size=1))
+
+
+@pytest.mark.parametrize(
     ('arguments', 'message'),
     [
         (['--max-pixels', '4095'], r'/data/images/val/\d.png: claims 64x64 pixels, more than 4095'),

@@ -25,6 +25,7 @@ def guard_data(runner: Runner | FlexibleRunner, max_pixels: int) -> None:
 
     def build_guarded_dataloader(dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         cfg = dataloader.get('dataset') if isinstance(dataloader, Mapping) else None
+        _refuse_pickles(cfg)
         check_annotations(cfg, DATASETS)
         try:
             loader = build_dataloader(dataloader, *args, **kwargs)
@@ -43,6 +44,17 @@ def guard_data(runner: Runner | FlexibleRunner, max_pixels: int) -> None:
 
     runner.build_dataloader = build_guarded_dataloader
     runner.build_evaluator = build_guarded_evaluator
+
+
+def _refuse_pickles(cfg: Any) -> None:
+    """Fail for what unpickles by itself, and not by mmengine's functions."""
+    for key, value in cfg.items() if isinstance(cfg, Mapping) else enumerate(cfg or ()):
+        if (key, value) == ('decode_backend', 'pickle') or (
+            key == 'type' and str(value).endswith('OpenImagesChallengeDataset')
+        ):
+            raise InputError(f'dataset: {key}={value!r} would run pickles of the data set')
+        if isinstance(value, Mapping | list | tuple):
+            _refuse_pickles(value)
 
 
 def _is_coco(part: Mapping[str, Any], registry: Registry) -> bool:
