@@ -54,7 +54,7 @@ def test_the_release_baseline_computes_the_same(training):
         gradients.append(torch.autograd.grad(loss, [image, *model.parameters()]))
         gradients[-1] += tuple(outputs)
     for ours, theirs in zip(*gradients, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=3e-4)
 
 
 @pytest.mark.parametrize('name', ['softmax', 'sdpa'])
