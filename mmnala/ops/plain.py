@@ -30,8 +30,7 @@ def unit_and_norm(x: Tensor) -> tuple[Tensor, Tensor]:
     The largest channel is divided out first: float32 does not hold the squares of numbers below
     1e-19 or above 1e19.
     """
-    largest = torch.linalg.vector_norm(x.detach(), ord=math.inf, dim=-1, keepdim=True)
-    largest = largest.clamp_min(torch.finfo(x.dtype).tiny)
+    largest = x.detach().abs().amax(dim=-1, keepdim=True).clamp_min(torch.finfo(x.dtype).tiny)
     scaled = x / largest
     length = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
     return scaled / length.clamp_min(MIN_NORM), length * largest
