@@ -62,7 +62,8 @@ def nala_attention(
     Returns:
         Tensor of shape ``(B, heads, N, d)`` in the dtype of ``value``. The computation runs in
         float32 at least, also under autocast: the cube of a key overflows float16 above 40.3.
-        A zero query returns zero, where the release returns NaN.
+        A zero query returns zero, where the release returns NaN. What is not finite, or overflows,
+        makes all it reaches NaN or infinite; limits and tolerances are in docs/numerics.md.
 
     Raises:
         ValueError: If the shapes differ, ``N`` or ``d`` is 0, or ``feature_map`` or
