@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..backbones import NaLaFormer
-from ..backbones.nalaformer import Block
+from ..backbones.nalaformer import Block, GatedAttention
 from ..engine.errors import InputError
 from ..ops import lean
 
@@ -159,13 +159,10 @@ class _Features(nn.Module):
 
     def __init__(self, like: Iterable[Tensor]) -> None:
         super().__init__()
-        self.kinds = [(tuple(x.shape[1:]), x.dtype) for x in like]
+        self.shapes = [tuple(x.shape[1:]) for x in like]
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
-        return tuple(
-            torch.zeros(len(x), *shape, dtype=dtype, requires_grad=True)
-            for shape, dtype in self.kinds
-        )
+        return tuple(torch.zeros(len(x), *shape, requires_grad=True) for shape in self.shapes)
 
 
 def activations(
@@ -174,8 +171,9 @@ def activations(
     """What a GPU keeps of a batch, in both precisions, by both paths, with and without ``with_cp``.
 
     The backbone is run with torch's fake tensors, which have storages but no data; neck and heads,
-    whose work depends on data, on feature maps of zeros. Two images are counted beside one: what
-    both keep is ``fixed``, such as the weights that autocast turned into another precision.
+    whose work depends on data, on feature maps of zeros, and in float32 alone, which is the most
+    that they keep. Two images are counted beside one: what both keep is ``fixed``, such as the
+    weights that autocast turned into another precision.
 
     Args:
         model: The model; left without backbone.
@@ -196,32 +194,33 @@ def activations(
         kind = type(model.backbone).__name__
         raise InputError(f'model.backbone must be a NaLaFormer, got {kind}')
     model = revert_sync_batchnorm(model.cpu()).train()
+    mode = FakeTensorMode()
+    one_chunk = mock.patch.object(lean, 'CHUNK_ELEMENTS', 2**62)  # as none is computed
+    with mode:
+        fake = revert_sync_batchnorm(MODELS.build(dict(backbone, init_cfg=None))).train()
+        images = [torch.empty(number, fake.in_channels, *size) for number in (1, 2)]
+    with mode, one_chunk:
+        model.backbone = _Features(fake(images[0]))
+    rest = [
+        kept_for_backward(model, **training_batch(model, scope, size, number)).total
+        for number in (1, 2)
+    ]
+    heads = rest[1] - rest[0]
     rows = []
     for precision in PRECISIONS:
         autocast = torch.autocast('cpu', torch.bfloat16, enabled=precision != 'float32')
-        rest: list[int] = []
         for attn_impl in ATTN_IMPLS:
+            for module in fake.modules():
+                if isinstance(module, GatedAttention):
+                    module.attn_impl = attn_impl
             block = 0
             for with_cp in (False, True):
-                options = dict(backbone, attn_impl=attn_impl, with_cp=with_cp, init_cfg=None)
-                # No chunk is computed, so one may hold all tokens.
-                with FakeTensorMode(), mock.patch.object(lean, 'CHUNK_ELEMENTS', 2**62), autocast:
-                    fake = revert_sync_batchnorm(MODELS.build(options)).train()
-                    one, two = (
-                        kept_for_backward(fake, torch.empty(images, fake.in_channels, *size))
-                        for images in (1, 2)
-                    )
-                    features = fake(torch.empty(1, fake.in_channels, *size))
-                if not rest:
-                    model.backbone = _Features(features)
-                    for images in (1, 2):
-                        batch = training_batch(model, scope, size, images)
-                        with autocast:
-                            rest.append(kept_for_backward(model, **batch).total)
+                fake.with_cp = with_cp
+                with mode, autocast, one_chunk:
+                    one, two = (kept_for_backward(fake, image) for image in images)
                 if not with_cp:
                     block = two.block - one.block
                 image = two.total - one.total
-                heads = rest[1] - rest[0]
                 fixed = one.total - image + rest[0] - heads
                 again = block if with_cp else 0
                 rows.append(
