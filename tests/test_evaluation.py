@@ -443,8 +443,8 @@ def test_tta_without_instances():
     ('task', 'arguments', 'message'),
     [
         ('segmentation', ['--format-only'], '--format-only needs --out'),
-        ('segmentation', ['--out', 'full'], '--out full: there are results already'),
-        ('segmentation', ['--out', 'old.pkl'], '--out old.pkl: there are results already'),
+        ('segmentation', ['--out', 'full'], '--out full: expected a new or empty folder'),
+        ('segmentation', ['--out', 'old.pkl'], '--out old.pkl: exists already; move it'),
         (
             'segmentation',
             ['--out', 'new', '--cfg-options', 'test_evaluator.type=DepthMetric'],

@@ -619,7 +619,8 @@ def test_how_many_frames_a_video_may_lack(tmp_path, monkeypatch, rate, announced
             self.left = announced - lacking
 
         def get(self, key):
-            return {cv2.CAP_PROP_FRAME_COUNT: announced, cv2.CAP_PROP_FPS: rate}[key]
+            sides = {cv2.CAP_PROP_FRAME_WIDTH: 64, cv2.CAP_PROP_FRAME_HEIGHT: 48}
+            return {cv2.CAP_PROP_FRAME_COUNT: announced, cv2.CAP_PROP_FPS: rate, **sides}[key]
 
         def read(self):
             self.left -= 1
@@ -630,6 +631,13 @@ def test_how_many_frames_a_video_may_lack(tmp_path, monkeypatch, rate, announced
     monkeypatch.setattr(cv2, 'VideoCapture', Video)
     with pytest.raises(ReadError, match='it ends after') if fails else nullcontext():
         assert sum(1 for _ in read_video(source)) == announced - lacking
+
+
+@pytest.mark.parametrize(('limit', 'readable'), [(64 * 64, True), (64 * 64 - 1, False)])
+def test_frames_of_a_video_are_bounded(segmentor, limit, readable):
+    (source,) = find_sources([str(segmentor.parent / 'clip.avi')])
+    with nullcontext() if readable else pytest.raises(ReadError, match='claims 64x64 pixels'):
+        assert len(list(read_video(source, limit))) == 3
 
 
 def _keep(items, kept):

@@ -7,6 +7,7 @@ By hand, with many examples:
 
 import contextlib
 import copy
+import gc
 import io
 import resource
 import runpy
@@ -20,6 +21,7 @@ from unittest.mock import patch
 from hypothesis import strategies as st
 
 TOOLS = Path(__file__).parents[2] / 'tools'
+gc.freeze()  # the toolboxes' modules, so that collecting is fast
 SECONDS, MEBIBYTES = 60, 400  # of one example, and by which the process may grow
 
 
@@ -90,6 +92,7 @@ def _spots(tree: Any) -> Iterator[tuple[Any, Any]]:
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
     """Fail where the block takes too long, or the process grows by more than it may."""
+    gc.collect()  # what the examples before left behind in cycles
 
     def stop(*_: object) -> None:
         raise AssertionError(f'it takes more than {SECONDS} seconds')
