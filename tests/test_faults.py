@@ -412,7 +412,7 @@ def test_a_dead_worker(tmp_path, whole):
     line = error_line(run_tiny(tmp_path, 'parts', extra + kill))
     assert re.match(
         r'error: a process that loads data died: DataLoader worker \(pid \d+\) is killed by '
-        'signal: Killed. .*--resume auto continues',
+        'signal: Killed; .*--resume auto continues',
         line,
     )
     assert time.monotonic() - began < 30
@@ -558,6 +558,17 @@ def test_a_loss_that_is_not_finite_stops(tmp_path):
         'is norm (BatchNorm1d)'
     )
     assert pointer(tmp_path / 'work') == 'iter_4.pth'
+
+
+def test_a_compiled_model(tmp_path):
+    """Stays one graph, so that its modules are not named."""
+    extra = "compile = dict(backend='eager')\n" + poisoned('head', [4, 6], action='skip')
+    finished = run_tiny(tmp_path, 'work', extra)
+    assert finished.code == 0, finished.output
+    pattern = (
+        r'iteration (\d+): the loss is nan: the module is not known, as the model is compiled; '
+    )
+    assert re.findall(pattern, finished.output) == ['5', '7']
 
 
 def test_a_skipped_iteration_changes_nothing(tmp_path):

@@ -71,10 +71,9 @@ def named_faults() -> Iterator[None]:
     except RuntimeError as error:
         message = str(error)
         if message.startswith('DataLoader worker (pid'):
-            line = ' '.join(message.split())
-            raise InputError(
-                f'{_rank()}a process that loads data died: {line} {_INTACT}'
-            ) from error
+            line = ' '.join(message.split()).rstrip('.')
+            found = f'{_rank()}a process that loads data died: {line}; {_INTACT}'
+            raise InputError(found) from error
         distributed = get_world_size() > 1 or type(error).__name__.startswith('Dist')
         if distributed and _LOST_RANK.search(message):
             raise InputError(_lost_rank(error)) from error
