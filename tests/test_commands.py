@@ -56,6 +56,7 @@ ROOTS = {'ade20k': 'data/ade/ADEChallengeData2016'}  # elsewhere data and the la
 SHORT = {
     'tools/benchmark.py operator': '--tokens 64 --paths lean --modes inference',
     'tools/benchmark.py backbone': '--models nala-xt --sizes 64x64 --modes inference',
+    'tools/analysis/scaling.py': '--size 64',
     'tests/kill_training.py': '--kills 1',
     # The drawn data sets are not whole.
     'tools/dataset/': '--partial',
