@@ -147,6 +147,27 @@ def test_validations_that_a_kill_prevented_are_made_up_for(tmp_path, whole):
     assert_same_end(tmp_path / 'parts', whole)
 
 
+def test_a_copied_run_leaves_the_first_one_alone(tmp_path, whole):
+    extra = hook('KillBeforeValidationHook', iteration=8)
+    assert run_tiny(tmp_path, 'first', extra).code == -9
+    first, copy = tmp_path / 'first', tmp_path / 'copy'
+    before = {path: path.read_bytes() for path in first.iterdir() if path.is_file()}
+    shutil.copytree(first, copy)
+    for work_dir, resume in (('copy', 'auto'), ('fork', 'first/iter_8.pth')):
+        finished = run_tiny(tmp_path, work_dir, '', '--resume', resume)
+        assert finished.code == 0, finished.output
+        assert ('first/' in finished.output) == (work_dir == 'fork')
+        names = {path.name for path in (tmp_path / work_dir).glob('*.pth')}
+        assert names <= {path.name for path in whole.glob('*.pth')} | {'iter_8.pth'}
+        assert {p: p.read_bytes() for p in first.iterdir() if p.is_file()} == before
+    assert_same_end(copy, whole)
+
+
+def test_a_file_in_the_place_of_the_work_folder(tmp_path):
+    (tmp_path / 'file').touch()
+    assert str(tmp_path / 'file') in error_line(run_tiny(tmp_path, 'file'))
+
+
 def test_a_name_without_number_is_never_without_its_file(tmp_path, whole):
     extra = "default_hooks['checkpoint'].update(filename_tmpl='latest.pth', max_keep_ckpts=1)\n"
     work_dir = train(tmp_path, 'work', extra)
@@ -208,7 +229,7 @@ def touch(work_dir: Path, *names: str) -> None:
         ('iter_6.pth', {'iter_4.pth', 'iter_2.pth'}, 'iter_4.pth', 1),
         ('iter_6.pth', {'iter_2.pth'}, 'iter_2.pth', 2),
         ('iter_8.pth', {'iter_6.pth'}, 'iter_6.pth', 1),  # missing
-        ('elsewhere/iter_4.pth', {'iter_4.pth'}, 'iter_4.pth', 2),  # the folder was moved
+        ('elsewhere/iter_4.pth', {'iter_4.pth'}, 'iter_4.pth', 0),  # the folder was moved
         ('', {'iter_6.pth', 'iter_4.pth'}, 'iter_6.pth', 0),
         (None, {'iter_6.pth'}, 'iter_6.pth', 0),
     ],

@@ -43,6 +43,9 @@ def find_resumable(cfg: Config, read: Callable[[str], Mapping[str, Any]]) -> Res
     """
     pointer = Path(cfg.work_dir) / LAST_CHECKPOINT
     named = pointer.read_text(errors='replace').strip() if pointer.is_file() else ''
+    # It holds a whole path; in a folder that was copied or moved, the file beside it is meant.
+    if named and (beside := pointer.with_name(Path(named).name)).is_file():
+        named = str(beside)
     damaged = []
     for path in _candidates(cfg, named):
         try:

@@ -28,6 +28,7 @@ class SafeCheckpointHook(CheckpointHook):
     - The order is: the new checkpoint, then ``last_checkpoint``, then the removal of those that
       ``max_keep_ckpts`` and ``save_best`` replace. mmengine removes first.
     - What a killed run left half-written or did not come to remove is removed by the next one.
+    - A run that goes on from another folder's checkpoint removes nothing in that folder.
     - A run resumed from a checkpoint that was saved before the validation of its iteration makes up
       for that validation, so that the best checkpoint, and schedules and hooks that follow a
       metric, are those of an uninterrupted run.
@@ -52,7 +53,11 @@ class SafeCheckpointHook(CheckpointHook):
                 remove_partial(folder)
         self.file_backend = _LateRemoval(self.file_backend)
         info = runner.message_hub.runtime_info
-        self.last_ckpt = info.get('last_ckpt')
+        self.last_ckpt = self._own(info.get('last_ckpt'))
+        if getattr(self, 'best_ckpt_path', None):
+            self.best_ckpt_path = self._own(self.best_ckpt_path)
+        for metric, path in (getattr(self, 'best_ckpt_path_dict', None) or {}).items():
+            self.best_ckpt_path_dict[metric] = self._own(path)
         if is_main_process():  # what the checkpoint replaced, if a kill prevented the removal
             for name in info.get('replaced', ()):
                 self._remove_later(self.file_backend.join_path(self.out_dir, name))
@@ -61,13 +66,21 @@ class SafeCheckpointHook(CheckpointHook):
             runner.logger.info('The checkpoint was saved before its validation, which follows now.')
             runner.val_loop.run()
 
+    def _own(self, path: str | None) -> str | None:
+        """The file of this name in this run's folder: the path may be that of another run.
+
+        A folder may have been moved or copied, or its checkpoint continued in another one.
+        """
+        own = path and self.file_backend.join_path(self.out_dir, os.path.basename(path))
+        return own if own and self.file_backend.exists(own) else None
+
     def before_save_checkpoint(self, runner: Runner, checkpoint: dict) -> None:
         # mmengine's FlexibleRunner counts one epoch or iteration too many behind a validation.
         checkpoint['meta'].update(self._reached)
 
     def after_val_epoch(self, runner: Runner, metrics: dict) -> None:
         """Save the best checkpoint."""
-        runner.message_hub.update_info('validated', _progress(runner))
+        runner.message_hub.update_info('last_validation', _progress(runner))
         super().after_val_epoch(runner, metrics)
 
     def _save_best_checkpoint(self, runner: Runner, metrics: dict) -> None:
@@ -155,4 +168,4 @@ def _validation_is_missing(runner: Runner) -> bool:
     loop._decide_current_val_interval()
     last = loop.max_epochs if isinstance(loop, EpochBasedTrainLoop) else loop.max_iters
     due = done >= loop.val_begin and (done % loop.val_interval == 0 or done == last)
-    return due and runner.message_hub.runtime_info.get('validated') != done
+    return due and runner.message_hub.runtime_info.get('last_validation') != done

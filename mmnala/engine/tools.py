@@ -42,7 +42,7 @@ def run(main: Callable[[], None]) -> None:
     distrust_files()
     try:
         main()
-    except FileNotFoundError as error:
+    except (FileNotFoundError, FileExistsError, NotADirectoryError, PermissionError) as error:
         fail(_last_line(error))
     except (InputError, CheckpointError) as error:
         fail(_last_line(error) if 'Traceback' in str(error) else error)
