@@ -230,7 +230,7 @@ model_wrapper_cfg = dict(type='MMDistributedDataParallel', find_unused_parameter
 
 
 def test_another_runner_needs_a_gpu(data, tmp_path):
-    config = write_segmentation_config(tmp_path / 'seg.py', data, "runner_type = 'FlexibleRunner'")
+    config = write_segmentation_config(tmp_path / 'seg.py', data, "runner_type = 'Runner'")
     finished = run_tool('train.py', config, '--launcher', 'pytorch', cwd=tmp_path)
     assert finished.code == 1
-    assert "error: runner_type='FlexibleRunner': without a GPU, only CPUDist" in finished.output
+    assert "error: runner_type='Runner': without a GPU, only CPUDist" in finished.output
