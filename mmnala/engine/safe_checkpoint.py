@@ -39,6 +39,7 @@ class SafeCheckpointHook(CheckpointHook):
     backend_args: dict | None
     file_client_args: dict | None
     file_backend: Any
+    best_ckpt_path: str | None
     _reached: dict[str, int] = {}
 
     def before_train(self, runner: Runner) -> None:
