@@ -230,8 +230,8 @@ def test_a_folder_of_predictions_is_refused_before_a_classifier_is_built(tmp_pat
     torch.save({}, tmp_path / 'w.pth')
     finished = run_tool('test.py', config, 'w.pth', '--out', 'a/new', cwd=tmp_path)
     assert finished.code == 1 and finished.output.splitlines()[-1] == (
-        'error: --out a/new: expected a name ending in .pkl or .pickle; a folder is for mmseg and '
-        "mmdet, the config's default_scope is mmpretrain"
+        'error: --out a/new: expected a name ending in .pkl or .pickle; a folder, not .json, is '
+        "for mmseg and mmdet, the config's default_scope is mmpretrain"
     )
     assert not (tmp_path / 'a').exists()
 

@@ -31,7 +31,7 @@ def harden(cfg: Config) -> None:
     mmengine's ``CheckpointHook`` becomes :class:`SafeCheckpointHook`; :class:`PreemptionHook` and
     :class:`UnreadableImageHook` are added unless the config has them.
     """
-    cfg.default_hooks = dict(checkpoint=dict(type='CheckpointHook')) | dict(
+    cfg.default_hooks = dict(checkpoint=dict(type='CheckpointHook', interval=1)) | dict(
         cfg.get('default_hooks') or {}
     )
     hooks = cfg.default_hooks
