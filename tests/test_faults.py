@@ -716,7 +716,7 @@ def test_any_config_is_hardened():
     assert cfg.default_hooks.checkpoint is None
     bare = Config({})
     harden(bare)
-    assert bare.default_hooks.checkpoint.type == 'SafeCheckpointHook'
+    assert bare.default_hooks.checkpoint == dict(type='SafeCheckpointHook', interval=1)
 
 
 @pytest.mark.parametrize(
