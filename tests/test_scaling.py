@@ -237,19 +237,27 @@ def port() -> int:
         return free.getsockname()[1]
 
 
-@pytest.mark.parametrize('name', ['zero', 'full_shard'])
-def test_resumed_and_evaluated_by_the_tools(runs, tmp_path, port, name):
-    """The end of a resumed run is that of the whole one, and its checkpoint a plain model's."""
-    config = runs / f'{name}.py'
-    half, end = runs / name / 'iter_5.pth', Path('work/iter_10.pth')
+def test_resumed_to_the_same_end(runs, tmp_path, port):
+    config, half = runs / 'zero.py', runs / 'zero/iter_5.pth'
     options = ['--work-dir', 'work', '--resume', half]
     for rank in run_pair('train.py', config, *options, cwd=tmp_path, port=port):
         assert rank.code == 0, rank.output
-    assert same(weights(tmp_path / end), weights(runs / name / end.name))
+    assert same(weights(tmp_path / 'work/iter_10.pth'), weights(runs / 'zero/iter_10.pth'))
     assert not list((tmp_path / 'work').glob('.*.partial'))
 
-    outputs = []
-    for tested in (config, runs / 'plain.py'):
+
+def test_shards_do_not_resume_on_the_cpu(runs, tmp_path, port):
+    config, half = runs / 'full_shard.py', runs / 'full_shard/iter_5.pth'
+    options = ['--work-dir', 'work', '--resume', half]
+    for rank in run_pair('train.py', config, *options, cwd=tmp_path, port=port):
+        assert rank.code == 1
+        assert 'error: ShardedStrategy cannot resume without a GPU' in rank.output
+
+
+@pytest.mark.parametrize('name', ['zero', 'full_shard'])
+def test_evaluated_as_a_plain_model(runs, tmp_path, name):
+    end, outputs = runs / name / 'iter_10.pth', []
+    for tested in (runs / f'{name}.py', runs / 'plain.py'):
         finished = run_tool('test.py', tested, end, cwd=tmp_path)
         assert finished.code == 0, finished.output
         outputs.append(re.findall(r'aAcc: [\d.]+  mIoU: [\d.]+  mAcc: [\d.]+', finished.output))

@@ -170,7 +170,17 @@ class ShardedStrategy(_AnyDevice, FSDPStrategy):
         return self._beside_the_states(self.optim_wrapper.state_dict()) | states
 
     def load_optim_state_dict(self, state_dict: dict) -> None:
-        """Take this process's part of whole states."""
+        """Take this process's part of whole states.
+
+        Raises:
+            InputError: Without a GPU, where torch gathers all states of a parameter into one place
+                of memory: the moments that were saved are not those of the run.
+        """
+        if get_device() == 'cpu':
+            raise InputError(
+                'ShardedStrategy cannot resume without a GPU: torch saves wrong optimizer states '
+                'of CPU processes; train anew, or take the weights alone by load_from'
+            )
         states = FullyShardedDataParallel.optim_state_dict_to_load(
             self.model,
             self.optim_wrapper.optimizer,
