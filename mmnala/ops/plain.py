@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .rotary import apply_rotary
@@ -91,7 +90,8 @@ def _by_angle(magnitude: Tensor, direction: Tensor) -> Tensor:
 
 
 def elu(x: Tensor) -> Tensor:
-    return 1 + F.elu(x)
+    # 1 + ELU as F.elu has it, exp(x) - 1 + 1, has lost all digits at -20.
+    return x.clamp_max(0).exp() + x.relu()
 
 
 def focused(x: Tensor) -> Tensor:
