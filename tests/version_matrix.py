@@ -4,7 +4,7 @@
 
 Each cell gets a virtual environment and a clone of this checkout's last commit in FOLDER/CELL,
 installs mmnala from the clone as a user would, and runs its tests there, all output going to
-FOLDER/CELL.log. Prints, and adds to FOLDER/results.md, the row of docs/versions.md for each cell.
+FOLDER/CELL.log. Prints, and adds to FOLDER/results.md, a row of the README's table for each cell.
 The interpreters (python3.10 to python3.12) must be on the PATH. A cell takes up to 8 GB of disk,
 which are freed when it has passed; mmcv is compiled in each that holds it.
 """
@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # What either mmcv is compiled with, against the torch that is there.
 TOOLS = "'setuptools<81' wheel ninja"
 COMPILE = '--no-build-isolation --no-cache-dir'
-CHECKS = 'pytest==9.2.0 hypothesis'
+CHECKS = 'pytest==9.2.0 hypothesis deptry'
 BACKBONE = 'tests/test_operator.py tests/test_parity.py tests/test_neck.py'
 
 # Of each cell: the Python, what pip is called with, and the tests, where not all.
@@ -44,7 +44,10 @@ CELLS = {
     ),
     'newest': (
         'python3.12',
-        [f'torch==2.14.1 timm numpy onedl-mmengine {CHECKS}'],
+        [
+            'torch==2.14.1 torchvision==0.29.1 timm==1.0.31 numpy==2.5.5 onedl-mmengine==0.10.12 '
+            f'opencv-python {CHECKS}'
+        ],
         BACKBONE,
     ),
 }
