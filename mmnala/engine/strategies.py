@@ -146,8 +146,10 @@ class ShardedStrategy(_AnyDevice, FSDPStrategy):
             state_dict_cfg=state_dict_cfg,
             **kwargs,
         )
-        # What is on the CPU already, torch frees while it is read.
-        self.state_dict_config.offload_to_cpu = get_device() != 'cpu'
+        # Moving to the CPU copies nothing that is there, and torch frees or reuses its memory: it
+        # crashed, and saved the second moments as the first.
+        for config in (self.state_dict_config, self.optim_state_dict_config):
+            config.offload_to_cpu = get_device() != 'cpu'
 
     def _wrap_model(self, model: nn.Module) -> nn.Module:
         return super()._wrap_model(self.convert_model(model))
@@ -170,17 +172,7 @@ class ShardedStrategy(_AnyDevice, FSDPStrategy):
         return self._beside_the_states(self.optim_wrapper.state_dict()) | states
 
     def load_optim_state_dict(self, state_dict: dict) -> None:
-        """Take this process's part of whole states.
-
-        Raises:
-            InputError: Without a GPU, where torch gathers all states of a parameter into one place
-                of memory: the moments that were saved are not those of the run.
-        """
-        if get_device() == 'cpu':
-            raise InputError(
-                'ShardedStrategy cannot resume without a GPU: torch saves wrong optimizer states '
-                'of CPU processes; train anew, or take the weights alone by load_from'
-            )
+        """Take this process's part of whole states."""
         states = FullyShardedDataParallel.optim_state_dict_to_load(
             self.model,
             self.optim_wrapper.optimizer,
