@@ -192,6 +192,12 @@ def dtypes_of(attn_impl: str) -> tuple[torch.dtype, ...]:
     return tuple(dtype for dtype in TOLERANCES if attn_impl != 'triton' or dtype != torch.float64)
 
 
+def tolerated(exact: Exact, dtype: torch.dtype) -> Tensor:
+    info = torch.finfo(dtype)
+    denormal = torch.finfo(torch.float32).tiny + info.tiny * info.eps
+    return TOLERANCES[dtype] * exact.size + denormal
+
+
 @pytest.mark.parametrize(('attn_impl', 'feature_map'), PATHS)
 def test_equal_to_float64_and_finite(attn_impl, feature_map):
     """Outputs element by element, relative to their terms; gradients where they are representable.
@@ -206,7 +212,7 @@ def test_equal_to_float64_and_finite(attn_impl, feature_map):
         info = torch.finfo(case.dtype)
         assert output.dtype == case.dtype
         error = (output.double() - exact.output).abs()
-        bound = TOLERANCES[case.dtype] * exact.size + info.tiny * info.eps
+        bound = tolerated(exact, case.dtype)
         holds = exact.output.abs() + bound < info.max
         assert (error <= bound)[holds].all(), f'{(error / bound)[holds].max():.3g} of the tolerance'
         for name, grad, wanted in zip(('query', 'key', 'value'), grads, exact_grads, strict=True):
@@ -220,7 +226,7 @@ def test_equal_to_float64_and_finite(attn_impl, feature_map):
 
 @pytest.mark.parametrize(('attn_impl', 'feature_map'), PATHS)
 def test_gradients_equal_those_of_float64(attn_impl, feature_map):
-    """Of ordinary numbers of any scale, so that no sum cancels."""
+    """Of ordinary numbers of any scale, relative to the largest."""
 
     @examples(attn_impl)
     @given(cases(dtypes_of(attn_impl), ['normal'], 3, st.sampled_from([4, 8, 20])))
@@ -228,13 +234,16 @@ def test_gradients_equal_those_of_float64(attn_impl, feature_map):
         (_, grads), (exact, exact_grads) = both(case, attn_impl, feature_map)
         info = torch.finfo(case.dtype)
         floor = torch.finfo(torch.float32).tiny / 1e-6 * max(1.0, *(1 / s for s in case.scales))
-        if feature_map == 'elu':  # its features of small numbers are all 1: differences are lost
-            floor += 10 * TOLERANCES[case.dtype] * (exact.size * case.tensors()[3].abs()).sum()
-        for name, grad, wanted in zip(('query', 'key', 'value'), grads, exact_grads, strict=True):
+        terms = TOLERANCES[case.dtype] * (exact.size * case.tensors()[3].abs()).sum()
+        for name, grad, wanted, scale in zip(
+            ('query', 'key', 'value'), grads, exact_grads, case.scales, strict=True
+        ):
             largest = wanted.abs().max()
             if largest < 0.99 * info.max:
                 error = (grad.double() - wanted).abs().max()
                 bound = 10 * TOLERANCES[case.dtype] * largest + floor + info.tiny * info.eps
+                # What terms that cancel may leave; elu's features do not scale with its input.
+                bound += terms if feature_map == 'elu' and name != 'value' else terms / scale
                 assert error <= bound, f'{name}: {error / bound:.3g} of the tolerance'
 
     check()
@@ -252,7 +261,12 @@ def test_images_and_heads_may_change_places(attn_impl, feature_map):
         output = nala_attention(*tensors, case.rotary, feature_map, attn_impl)
         moved = [x[images][:, heads] for x in tensors]
         actual = nala_attention(*moved, case.rotary, feature_map, attn_impl)
-        assert torch.equal(actual.nan_to_num(), output[images][:, heads].nan_to_num())
+        # Not bit by bit: a vector's rest that fills no register is computed by other code.
+        exact = exact_attention(*moved, case.rotary, feature_map)
+        bound = tolerated(exact, case.dtype)
+        holds = exact.output.abs() + bound < torch.finfo(case.dtype).max
+        error = (actual.double() - output[images][:, heads]).abs()
+        assert (error <= bound)[holds].all()
 
     check()
 

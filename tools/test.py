@@ -68,8 +68,8 @@ def enable_drawing(cfg: Config, args: argparse.Namespace) -> None:
         fail('--show and --show-dir: the config has no default_hooks.visualization')
     scope = cfg.get('default_scope')
     hook['enable' if scope == 'mmpretrain' else 'draw'] = True
-    if scope == 'mmpretrain':
-        hook.interval = 1  # the others draw every image by themselves
+    if scope != 'mmdet':  # nor does every mmseg draw each image by itself
+        hook.interval = 1
     if args.show:
         hook.show = True
         hook.wait_time = args.wait_time

@@ -24,19 +24,28 @@ class IterationSeedHook(Hook):
     uninterrupted run drew there, with any ``num_workers``.
 
     The order of the samples is mmengine's to restore. So ``randomness.seed`` has to be set, and
-    resuming is exact from the epoch boundaries of an ``EpochBasedTrainLoop`` and, with mmengine
-    0.10.12 or later, from any iteration of an ``IterBasedTrainLoop`` whose
-    ``fast_forward_on_resume`` is left at False.
+    resuming is exact from the epoch boundaries of an ``EpochBasedTrainLoop`` and from any iteration
+    of an ``IterBasedTrainLoop`` whose ``fast_forward_on_resume`` (newer mmengine) is left at False.
     """
 
     priority = 'VERY_HIGH'
 
     def before_train(self, runner: Runner) -> None:
         """Let the training set seed each batch before loading it, in whichever process it does."""
-        dataset = runner.train_dataloader.dataset
+        loop = runner.train_loop
+        restart = _advances_by_loading(loop) and loop.dataloader.num_workers > 0
+        if restart:
+            # Its loading processes have started, and drawn samples, before they could be told: new
+            # ones, with a new sampler.
+            loader = dict(runner.cfg.train_dataloader, dataset=loop.dataloader.dataset)
+            by_rank = runner.cfg.get('randomness', {}).get('diff_rank_seed', False)
+            loop.dataloader = runner.build_dataloader(loader, runner.seed, by_rank)
+        dataset = loop.dataloader.dataset
         self._batches = _SeededBatches(dataset, runner.seed, runner.rank)
         # torch's loaders fetch a batch by this method of the dataset where there is one.
         dataset.__getitems__ = self._batches
+        if restart:
+            loop.dataloader_iterator = type(loop.dataloader_iterator)(loop.dataloader)
 
     def before_train_epoch(self, runner: Runner) -> None:
         """Tell the loading processes the number of the first batch they will be asked for."""
@@ -74,12 +83,23 @@ class _SeededBatches:
         return [self.dataset[index] for index in indices]
 
 
+def _advances_by_loading(loop: Any) -> bool:
+    """Whether it is mmengine's iteration-based loop of versions before 0.10.12.
+
+    It starts its loading processes when it is built, and has them load all batches to resume.
+    """
+    return isinstance(loop, IterBasedTrainLoop) and not hasattr(
+        loop.dataloader_iterator, 'skip_iter'
+    )
+
+
 def _first_batch(runner: Runner) -> int:
     # To resume, an iteration-based loop moves the sampler on or, where the sampler has no `skip`,
     # has the workers load all the batches again.
     loader = runner.train_dataloader
     reloads = loader.num_workers > 0 and not hasattr(loader.sampler, 'skip')
-    return 0 if reloads and isinstance(runner.train_loop, IterBasedTrainLoop) else runner.iter
+    reloads = reloads and isinstance(runner.train_loop, IterBasedTrainLoop)
+    return 0 if reloads or _advances_by_loading(runner.train_loop) else runner.iter
 
 
 def _set_seed(*key: int) -> None:
