@@ -513,6 +513,18 @@ def test_norm_entropy_tool(config, tmp_path):
     )
 
 
+def test_an_analysis_that_fails_leaves_no_folder(config, tmp_path):
+    (tmp_path / 'broken.pth').write_bytes(b'nothing')
+    (tmp_path / 'kept').mkdir()
+    for out in ('out', 'kept/new/out'):
+        options = ('broken.pth', '--out', out)
+        done = run_tool('analysis/norm_entropy.py', config, *options, cwd=tmp_path)
+        assert done.code == 1
+        assert done.output.endswith('\n') and done.output.count('broken.pth') == 1, done.output
+    assert sorted(path.name for path in tmp_path.iterdir()) == ['broken.pth', 'kept', 'output.log']
+    assert not any((tmp_path / 'kept').iterdir())
+
+
 def test_attention_map_tool_with_a_detector_and_a_checkpoint(tmp_path):
     write_scenes(tmp_path / 'data')
     config = write_detection_config(tmp_path / 'det.py', tmp_path / 'data')

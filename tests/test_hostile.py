@@ -633,6 +633,25 @@ def build(data: Path, tmp_path: Path, *options: str) -> None:
             'train_dataloader.dataset.data_rot=3',
             "got an unexpected keyword argument 'data_rot'; did you mean data_root",
         ),
+        (
+            'env_cfg.cudnn_benchmrk=True',
+            'config: nothing reads env_cfg.cudnn_benchmrk; did you mean cudnn_benchmark?',
+        ),
+        ('auto_scale_lr.enabled=True', 'reads auto_scale_lr.enabled; did you mean enable?'),
+        (
+            'optim_wrapper.paramwise_cfg.norm_decay_mul=0',
+            'config: nothing reads optim_wrapper.paramwise_cfg.norm_decay_mul; did you mean '
+            'norm_decay_mult',
+        ),
+        (
+            'optim_wrapper.paramwise_cfg.custom_keys.backbone.lr_mul=0',
+            'nothing reads optim_wrapper.paramwise_cfg.custom_keys.backbone.lr_mul; did you mean '
+            'lr_mult?',
+        ),
+        (
+            'optim_wrapper.paramwise_cfg.layer_decay_rate=0.9',
+            "needs optim_wrapper.constructor='LayerDecayOptimWrapperConstructor'",
+        ),
         ('randomness.sed=1', "got an unexpected keyword argument 'sed'"),
         ('optim_wrapper.optimizer.type=3', 'config: '),
     ],

@@ -166,6 +166,7 @@ def test_what_fits_passes(model):
     ('unknown', 'hint'),
     [
         (dict(depth=50, num_stages=4, style='pytorch'), r'_delete_=True, \.\.\.\)$'),
+        (dict(arhc='t', feature_maps='relu'), r'did you mean arch or feature_map\? in a config'),
         (dict(embed_dims=96, window_size=7), r'_delete_=True, \.\.\.\)$'),
         (dict(pretrained='swin.pth'), r"init_cfg=dict\(type='Pretrained', .*pretrained=None"),
     ],

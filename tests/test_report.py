@@ -14,12 +14,18 @@ import numpy as np
 import pytest
 import torch
 from mmengine.config import Config
+from mmengine.structures import InstanceData
 from PIL import Image
 from torch import nn
 from toy import run_tool, write_detection_config, write_scenes, write_segmentation_config
 
 from mmnala.engine.errors import InputError
-from mmnala.report.evaluation import CollectHook, class_ious, count_confusion
+from mmnala.report.evaluation import (
+    CollectHook,
+    class_ious,
+    count_box_confusion,
+    count_confusion,
+)
 from mmnala.report.log import RunLog
 from mmnala.report.page import render
 
@@ -189,7 +195,8 @@ def test_a_detection_report(tmp_path):
     average = re.findall(r'coco/bbox_mAP: (-?[\d.]+)', finished.output)[-1]
     assert float(page.cells('coco/bbox_mAP')[0]) == float(average)
     assert float(page.cells('box')[0]) == pytest.approx(float(average), abs=1e-3)  # one class
-    assert 'Confusion\n\nNot available for this task.' in re.sub(r'\n+', '\n\n', page.text)
+    assert 'Boxes with a score from 0.3' in page.text and 'confusion matrix' in page.images
+    assert 0 <= float(page.cells('box → no object')[0]) <= 100
     assert sum('AP50' in caption for caption in page.figures) == 2
     assert {'truth', 'prediction, scores from 0.3', 'loss', 'coco/bbox_mAP'} <= page.images.keys()
 
@@ -294,6 +301,82 @@ def test_confusion_is_numpys_and_gives_the_ious():
     assert np.isnan(class_ious(confusion)[5]) and class_ious(confusion)[4] == 0
 
 
+def boxes_of(rows, **columns) -> InstanceData:
+    columns = {name: torch.tensor(values) for name, values in columns.items()}
+    return InstanceData(bboxes=torch.tensor(rows).reshape(-1, 4), **columns)
+
+
+def test_confusion_of_boxes_by_hand():
+    truth = boxes_of(
+        [[0.0, 0, 10, 10], [20, 0, 30, 10], [40, 0, 50, 10], [60, 0, 70, 10], [0, 50, 90, 90]],
+        labels=[0, 1, 1, 0, 0],
+        ignored=[False, False, False, False, True],
+    )
+    found = [  # box, label, score
+        ([0.0, 0, 10, 8], 0, 0.8),  # upon the first object, but second to the next
+        ([0.0, 0, 10, 6], 1, 0.9),  # finds it, as another class
+        ([20.0, 0, 30, 10], 1, 0.3),  # right, and just scored enough
+        ([40.0, 0, 50, 10], 1, 0.29),  # right, but scored too low: missed
+        ([60.0, 0, 70, 4.9], 0, 0.9),  # overlaps too little: a miss, and a box upon nothing
+        ([10.0, 60, 20, 70], 0, 0.9),  # among the ignored
+        ([10.0, 44, 20, 54], 1, 0.9),  # less than half of it is
+    ]
+    boxes, labels, scores = zip(*found, strict=True)
+    found = boxes_of(list(boxes), labels=labels, scores=scores)
+    expected = [[0, 1, 1], [0, 1, 1], [2, 1, 0]]
+    assert count_box_confusion(truth, found, 2).tolist() == expected
+    nothing = boxes_of([], labels=np.zeros(0, int), scores=[])
+    assert count_box_confusion(truth, nothing, 2).tolist() == [[0, 0, 2], [0, 0, 2], [0, 0, 0]]
+    truth = boxes_of([], labels=np.zeros(0, int), ignored=np.zeros(0, bool))
+    assert count_box_confusion(truth, found, 2).tolist() == [[0, 0, 0], [0, 0, 0], [3, 3, 0]]
+
+
+@pytest.mark.parametrize('seed', range(5))
+def test_confusion_of_boxes_of_one_class_is_cocos(seed):
+    from pycocotools.coco import COCO
+    from pycocotools.cocoeval import COCOeval
+
+    def draw_boxes(number):
+        corners = torch.rand(number, 2, generator=draw) * 60
+        return torch.cat((corners, corners + 10 + 30 * torch.rand(number, 2, generator=draw)), 1)
+
+    draw = torch.Generator().manual_seed(seed)
+    truth = InstanceData(
+        bboxes=draw_boxes(12), labels=torch.zeros(12).long(), ignored=torch.arange(12) > 9
+    )
+    found = InstanceData(
+        bboxes=draw_boxes(60),
+        labels=torch.zeros(60).long(),
+        scores=torch.rand(60, generator=draw),
+    )
+
+    def annotations(boxes, **columns):
+        boxes[:, 2:] -= boxes[:, :2]
+        return [
+            dict(id=i + 1, image_id=1, category_id=1, bbox=box, area=box[2] * box[3])
+            | {name: column[i].item() for name, column in columns.items()}
+            for i, box in enumerate(boxes.tolist())
+        ]
+
+    api = COCO()
+    api.dataset = dict(
+        images=[dict(id=1)],
+        categories=[dict(id=1)],
+        annotations=annotations(truth.bboxes.clone(), iscrowd=truth.ignored.int()),
+    )
+    api.createIndex()
+    counted = found[found.scores >= 0.3]
+    results = api.loadRes(annotations(counted.bboxes.clone(), score=counted.scores))
+    evaluation = COCOeval(api, results, 'bbox')
+    evaluation.params.iouThrs = np.array([0.5])
+    evaluation.evaluate()
+    image = evaluation.evalImgs[0]
+    right = ((image['dtMatches'] > 0) & ~image['dtIgnore']).sum()
+    wrong = ((image['dtMatches'] == 0) & ~image['dtIgnore']).sum()
+    assert image['dtIgnore'].any() and right > 2  # so that the comparison says something
+    assert count_box_confusion(truth, found, 1).tolist() == [[right, 10 - right], [wrong, 0]]
+
+
 def classified(scores: list[list[float]], truths: list[int]) -> CollectHook:
     """A collector that has seen images of a classification, the first red, in BGR."""
     from mmpretrain.structures import DataSample
@@ -325,6 +408,47 @@ def test_classified_images_are_judged_by_the_true_class():
     (caption, picture), *_ = hook.best[1].panels.items()
     assert caption == 'cat, predicted cat (0.70)'
     assert picture.shape == (8, 6, 3) and picture[0, 0].tolist() == [200, 0, 0]
+
+
+def test_detections_are_counted_in_images_without_objects_too(log_of_nothing):
+    from mmdet.structures import DetDataSample
+
+    def instances(*boxes):
+        return [dict(bbox=box, bbox_label=label, ignore_flag=0) for box, label in boxes]
+
+    infos = [
+        dict(img_id=3, instances=instances(([0, 0, 20, 20], 0), ([30, 30, 50, 50], 1))),
+        dict(img_id=5, instances=[]),
+    ]
+    found = boxes_of(
+        [[0.0, 0, 20, 20], [0, 0, 20, 10], [31, 31, 50, 50]],
+        labels=[0, 1, 0],
+        scores=[0.9, 0.2, 0.6],
+    )
+
+    class Detections(list):
+        metainfo = dict(classes=('cell', 'dot'))
+        get_data_info = list.__getitem__
+
+    hook = CollectHook(1)
+    hook.before_test_epoch(
+        SimpleNamespace(
+            cfg=Config(dict(model=dict())),
+            test_dataloader=SimpleNamespace(dataset=Detections(infos)),
+            test_evaluator=SimpleNamespace(metrics=[]),
+        )
+    )
+    for info in infos:
+        meta = dict(img_id=info['img_id'], img_path='0.png', ori_shape=(64, 64))
+        sample = DetDataSample(metainfo=meta, pred_instances=found)
+        image = torch.zeros(3, 32, 32, dtype=torch.uint8)
+        hook.after_test_iter(None, 0, dict(inputs=[image]), [sample])
+    np.testing.assert_array_equal(hook.confusion, [[1, 0, 0], [1, 0, 0], [2, 0, 0]])
+    assert hook.names == ['cell', 'dot', 'no object']
+    assert [(judged.path, judged.score) for judged in hook.worst] == [('0.png', 0.5)]
+    page = Page(render(log_of_nothing, nn.Identity(), hook, {}))
+    assert page.cells('dot → cell') == ['100']
+    assert 'no object → cell' not in page.text
 
 
 @pytest.fixture

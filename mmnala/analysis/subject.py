@@ -22,7 +22,7 @@ from timm.models import clean_state_dict
 from torch import Tensor, nn
 
 from .. import timm_models  # noqa: F401, registers nalaformer_*
-from ..checkpoint.files import local_file, read_checkpoint
+from ..checkpoint.files import CheckpointError, local_file, read_checkpoint
 from ..checkpoint.layouts import find_state_dict
 from ..engine.errors import InputError
 from ..engine.model_check import check_model
@@ -199,6 +199,8 @@ def load_subject(args: argparse.Namespace, whole: bool = False) -> Subject:
     else:
         try:
             content = read_checkpoint(local_file(args.checkpoint))
+        except (CheckpointError, FileNotFoundError):
+            raise  # they name the file
         except (RuntimeError, OSError) as error:
             raise InputError(f'checkpoint {args.checkpoint}: {_line(error)}') from error
         check_weights(model, content, args.checkpoint)

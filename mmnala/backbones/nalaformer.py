@@ -7,6 +7,7 @@ OpenMMLab backbone. Feature maps travel as ``(B, H, W, C)`` between stem and out
 layers and norms need no layout change and convolutions see channels-last memory.
 """
 
+import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -508,12 +509,14 @@ class NaLaFormer(BaseModule):
 
 def _unknown_arguments(unknown: Mapping[str, Any]) -> str:
     known = [name for name in inspect.signature(NaLaFormer).parameters if name != 'unknown']
-    hint = 'in a config that inherits another backbone, write backbone=dict(_delete_=True, ...)'
+    meant = [match for name in unknown for match in difflib.get_close_matches(name, known, 1)]
+    hint = f'did you mean {" or ".join(meant)}? ' if meant else ''
     if 'pretrained' in unknown:
-        hint = (
+        hint += (
             "weights are named by init_cfg=dict(type='Pretrained', checkpoint=...), and an mmseg "
-            f'model takes pretrained=None; {hint}'
+            'model takes pretrained=None; '
         )
+    hint += 'in a config that inherits another backbone, write backbone=dict(_delete_=True, ...)'
     return f'NaLaFormer has the arguments {known}, got {sorted(unknown)}: {hint}'
 
 

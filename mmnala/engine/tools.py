@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -34,6 +35,9 @@ def fail(message: object) -> NoReturn:
     raise SystemExit(f'error: {message}')
 
 
+_made: list[Path] = []  # the folders of claim, innermost first
+
+
 def run(main: Callable[[], None]) -> None:
     """Run a script's main function; input that cannot work is a one-line error.
 
@@ -50,6 +54,10 @@ def run(main: Callable[[], None]) -> None:
         if (message := config_error(error)) is None:
             raise
         fail(message)
+    finally:
+        for folder in _made:
+            with suppress(OSError):  # there is something in it
+                folder.rmdir()
 
 
 def _last_line(error: Exception) -> str:
@@ -133,6 +141,7 @@ def load_config(args: argparse.Namespace) -> Config:
     except (AttributeError, KeyError, TypeError) as error:
         fail(f'--cfg-options {args.cfg_options}: {error}')
     _check_sections(cfg)
+    _check_keys(cfg)
 
     cfg.launcher = args.launcher
     if args.work_dir is not None:
@@ -184,6 +193,47 @@ def _check_sections(cfg: Config) -> None:
             fail(printable(f'config: {name}.dataset must be a dict, got {dataset!r}'))
 
 
+# The keys of dicts that mmengine passes over what it does not know in.
+_ENV_KEYS = {'cudnn_benchmark', 'mp_cfg', 'dist_cfg', 'resource_limit'}
+_AUTO_SCALE_KEYS = {'enable', 'base_batch_size'}
+_PARAMWISE_KEYS = {  # of its own constructor; ours checks its own
+    'custom_keys',
+    'bias_lr_mult',
+    'bias_decay_mult',
+    'norm_decay_mult',
+    'flat_decay_mult',
+    'dwconv_decay_mult',
+    'dcn_offset_lr_mult',
+    'bypass_duplicate',
+}
+_CUSTOM_KEYS = {'lr_mult', 'decay_mult'}
+
+
+def _check_keys(cfg: Config) -> None:
+    """Fail for a key that mmengine would pass over."""
+    sections = {
+        'env_cfg': (cfg.get('env_cfg'), _ENV_KEYS),
+        'auto_scale_lr': (cfg.get('auto_scale_lr'), _AUTO_SCALE_KEYS),
+    }
+    optim_wrapper = cfg.get('optim_wrapper') or {}
+    paramwise = optim_wrapper.get('paramwise_cfg')
+    if isinstance(paramwise, Mapping) and 'constructor' not in optim_wrapper:
+        name = 'optim_wrapper.paramwise_cfg'
+        if 'layer_decay_rate' in paramwise:
+            fail(
+                f'{name}.layer_decay_rate needs '
+                "optim_wrapper.constructor='LayerDecayOptimWrapperConstructor'"
+            )
+        sections[name] = (paramwise, _PARAMWISE_KEYS)
+        custom = paramwise.get('custom_keys')
+        for part, values in custom.items() if isinstance(custom, Mapping) else ():
+            sections[f'{name}.custom_keys.{part}'] = (values, _CUSTOM_KEYS)
+    for name, (section, known) in sections.items():
+        for key in section if isinstance(section, Mapping) else ():
+            if key not in known:
+                fail(printable(f'config: nothing reads {name}.{key}{alike(str(key), known)}'))
+
+
 def innermost_dataset(dataset: Any) -> Any:
     """A data set's config inside its wrappers."""
     while isinstance(dataset.get('dataset'), Mapping):
@@ -228,12 +278,6 @@ def build_runner(
 def _build_runner(cfg: Config, training: bool) -> Runner | FlexibleRunner:
     check_model(cfg.get('model') or {})
     optim_wrapper = cfg.get('optim_wrapper') or {}
-    decays = 'layer_decay_rate' in (optim_wrapper.get('paramwise_cfg') or {})
-    if decays and 'constructor' not in optim_wrapper:  # mmengine's own would pass over it
-        fail(
-            'optim_wrapper.paramwise_cfg.layer_decay_rate needs '
-            "optim_wrapper.constructor='LayerDecayOptimWrapperConstructor'"
-        )
     if uses_flexible_runner(cfg):
         if training:
             return build_flexible_runner(cfg)
@@ -269,12 +313,15 @@ def read_checkpoint(filename: str, strict: bool = False) -> Mapping[str, Any]:
 def claim(out: str | Path, make: bool = True) -> None:
     """Fail unless a folder for results is new or empty; make it, or leave that for later.
 
+    :func:`run` takes away what was made and stayed empty.
+
     Raises:
         InputError: If there are files in it, or it cannot be made.
     """
     folder = Path(out)
     try:
         if make:
+            _made.extend(f.absolute() for f in (folder, *folder.parents) if not f.exists())
             folder.mkdir(parents=True, exist_ok=True)
         taken = folder.exists() and any(folder.iterdir())
     except OSError as error:

@@ -18,7 +18,9 @@ from ..engine.errors import InputError
 SIDE = 480  # pixels of the longer side of a picture
 VEIL = 0.65  # opacity of a label map over its image
 MEAN_IOU = 'mean IoU (%)'
-SCORE_THR = 0.3  # of the boxes that are drawn, as in mmdet's visualizer
+SCORE_THR = 0.3  # of the boxes that are drawn and counted, as in mmdet's visualizer
+IOU_THR = 0.5  # of a box that found an object
+NO_OBJECT = 'no object'
 
 
 class Judged(NamedTuple):
@@ -49,6 +51,53 @@ def count_confusion(
     return counts.reshape(num_classes, num_classes).cpu().numpy()
 
 
+def count_box_confusion(
+    truth: InstanceData,
+    found: InstanceData,
+    num_classes: int,
+    score_thr: float = SCORE_THR,
+    iou_thr: float = IOU_THR,
+) -> NDArray:
+    """How often an object of a true class, the row, was found as one of a class, the column.
+
+    As in COCO's evaluation, but of all classes at once, the boxes take turns by their score, and
+    each finds the object of largest IoU that no other has found. So a row sums to the objects of
+    its class. mmdet's ``confusion_matrix.py`` counts an object once for each box upon it.
+
+    Args:
+        truth: ``bboxes`` (G, 4) as corners in pixels, ``labels`` (G,) and ``ignored`` (G,), bool.
+            A box that found no object is not counted when a share of ``iou_thr`` of its area lies
+            in an ignored one.
+        found: ``bboxes`` (D, 4), ``labels`` (D,) and ``scores`` (D,).
+        num_classes: Number of classes C.
+        score_thr: Least score of a box that counts.
+        iou_thr: Least IoU of a box with the object that it found.
+
+    Returns:
+        ``(C + 1, C + 1)``, int64. The last row counts boxes without an object, the last column
+        objects that were missed.
+    """
+    from mmdet.structures.bbox import bbox_overlaps
+
+    found = found[found.scores >= score_thr]
+    found = found[found.scores.argsort(descending=True, stable=True)]
+    objects, ignored = truth[~truth.ignored], truth[truth.ignored]
+    ious = bbox_overlaps(found.bboxes, objects.bboxes).numpy()
+    shares = bbox_overlaps(found.bboxes, ignored.bboxes, mode='iof').numpy()
+    confusion = np.zeros((num_classes + 1, num_classes + 1), np.int64)
+    labels, missed = objects.labels.numpy(), np.ones(len(objects), bool)
+    for label, overlaps, share in zip(found.labels.numpy(), ious, shares, strict=True):
+        open_overlaps = np.where(missed, overlaps, 0)
+        if open_overlaps.max(initial=0) >= iou_thr:
+            best = open_overlaps.argmax()
+            missed[best] = False
+            confusion[labels[best], label] += 1
+        elif share.max(initial=0) < iou_thr:
+            confusion[-1, label] += 1
+    np.add.at(confusion[:, -1], labels[missed], 1)
+    return confusion
+
+
 def class_ious(confusion: NDArray) -> NDArray:
     """``(C, C)`` to the intersection over union of each class; nan where neither side has it."""
     intersection = confusion.diagonal().astype(float)
@@ -69,7 +118,7 @@ class CollectHook(Hook):
 
     Attributes:
         measure: What an image was judged by; None if nothing was judged.
-        confusion: Pixels or images, truth in rows; None where there is none, as in detection.
+        confusion: Pixels, boxes or images, truth in rows; None where the task has none.
         classes, palette: Of the data set.
     """
 
@@ -83,6 +132,13 @@ class CollectHook(Hook):
         self.palette: Sequence[Sequence[int]] = ()
         self._order = 0
         self._heaps: tuple[list, list] = ([], [])
+
+    @property
+    def names(self) -> list[str]:
+        """Of the confusion's rows and columns."""
+        number = 0 if self.confusion is None else len(self.confusion)
+        names = [*self.classes] or [str(i) for i in range(number)]
+        return [*names, NO_OBJECT] if len(names) < number else names
 
     @property
     def best(self) -> list[Judged]:
@@ -151,9 +207,15 @@ class CollectHook(Hook):
         from mmdet.visualization import DetLocalVisualizer
 
         boxes, labels, ignored = self._true_boxes(sample.img_id)
+        predicted = sample.pred_instances
+        truth = InstanceData(
+            bboxes=torch.from_numpy(boxes),
+            labels=torch.from_numpy(labels),
+            ignored=torch.from_numpy(ignored),
+        )
+        self._count(count_box_confusion(truth, predicted, len(self.classes)))
         if not len(labels[~ignored]):
             return
-        predicted = sample.pred_instances
         scored = torch.cat((predicted.bboxes, predicted.scores[:, None]), 1).numpy()
         found = [scored[predicted.labels.numpy() == label] for label in range(len(self.classes))]
         annotation = dict(
@@ -162,7 +224,7 @@ class CollectHook(Hook):
             bboxes_ignore=boxes[ignored],
             labels_ignore=labels[ignored],
         )
-        score, _ = eval_map([found], [annotation], iou_thr=0.5, logger='silent')
+        score, _ = eval_map([found], [annotation], iou_thr=IOU_THR, logger='silent')
 
         def panels() -> dict[str, NDArray]:
             picture = self._picture(image, sample.ori_shape)

@@ -13,7 +13,7 @@ from PIL import Image
 from torch import nn
 
 from .drawing import draw_classes, draw_confusion, draw_curves, png, usual_curves
-from .evaluation import MEAN_IOU, CollectHook, Judged
+from .evaluation import IOU_THR, MEAN_IOU, NO_OBJECT, SCORE_THR, CollectHook, Judged
 from .log import ClassTable, RunLog
 
 # The policy lets a browser load nothing at all, whatever the page contains.
@@ -84,7 +84,11 @@ summary { cursor: pointer; }
 
 <h2>Confusion</h2>
 {% if confusion %}
-<p class="note">Percent of each true class, the row.</p>
+<p class="note">Percent of each true class, the row.
+{%- if box_rule %} Boxes with a score from {{ box_rule.score }} find the object that they overlap
+most, at an IoU from {{ box_rule.iou }}; each object is found once. The last column are missed
+objects, the last row boxes without an object.
+{%- endif %}</p>
 <img src="{{ confusion }}" alt="confusion matrix">
 {{ table_of(confusions) }}
 {% else %}
@@ -154,11 +158,11 @@ def render(
         why_not = 'Not available for this task.'
     table = run.table
     confusion = None if collected is None else collected.confusion
-    if table is None and collected is not None and confusion is not None:
+    names = [] if collected is None else collected.names
+    of_boxes = NO_OBJECT in names[len(names) - 1 :]
+    if table is None and confusion is not None and not of_boxes:
         recall = 100 * confusion.diagonal() / np.maximum(confusion.sum(1), 1)
-        table = ClassTable(
-            ['Acc'], {n: [v] for n, v in zip(_names(collected), recall, strict=True)}
-        )
+        table = ClassTable(['Acc'], {n: [v] for n, v in zip(names, recall, strict=True)})
         run = RunLog(run.name, run.parts, run.curves, table)
     context: dict[str, Any] = dict(
         name=run.name,
@@ -169,6 +173,7 @@ def render(
         classes=None,
         bars=None,
         confusion=None,
+        box_rule=dict(score=SCORE_THR, iou=IOU_THR) if of_boxes else None,
         no_confusion=why_not,
         palette={},
         images={},
@@ -183,12 +188,13 @@ def render(
         context |= dict(
             classes=_table('class', table.columns, rows), bars=_uri(png(draw_classes([run])))
         )
-    if collected is not None and confusion is not None:
+    if confusion is not None:
         context |= dict(
-            confusion=_uri(png(draw_confusion(confusion, _names(collected)))),
+            confusion=_uri(png(draw_confusion(confusion, names))),
             confusions=_table(
                 *('truth → prediction', ['% of the class']),
-                _largest_confusions(confusion, _names(collected)),
+                # Boxes without an object are of no true class.
+                _largest_confusions(confusion[: len(names) - of_boxes], names),
             ),
         )
     if collected is not None and collected.measure is not None:
@@ -206,11 +212,6 @@ def render(
             }
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     return environment.from_string(TEMPLATE).render(context)
-
-
-def _names(collected: CollectHook) -> list[str]:
-    assert collected.confusion is not None
-    return list(collected.classes) or [str(i) for i in range(len(collected.confusion))]
 
 
 def _largest_confusions(confusion: Any, names: list[str], number: int = 10) -> dict[str, list]:
