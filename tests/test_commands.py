@@ -80,8 +80,9 @@ def is_synopsis(line: str) -> bool:
 def recorded(page: str, folder: Path) -> list[list[str]]:
     """The commands of a page's blocks as a shell understands them, the synopses left out."""
     record, programs = folder / 'record', folder / 'programs'
+    record.touch()
     programs.mkdir()
-    for name in ('python', 'pip', 'make', 'torchrun', 'srun', *LEFT_OUT):
+    for name in ('python', 'pip', 'pytest', 'make', 'torchrun', 'srun', *LEFT_OUT):
         # The package's folder is asked for in order to name files in it.
         real = f'[ "$1" = -c ] && exec {shlex.quote(sys.executable)} "$@"\n'
         write = f'printf \'%s\\0\' {name} "$@" >>{shlex.quote(str(record))}\n'
@@ -344,6 +345,9 @@ def test_commands(page, checkout, tmp_path, request):
         program, *rest = command
         if program == 'make':
             subprocess.run(['make', '-n', *rest], cwd=ROOT, check=True, capture_output=True)
+        elif program == 'pytest':  # which the suite does anyway
+            command = [sys.executable, '-m', 'pytest', '--collect-only', '-q', *rest]
+            subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
         elif program == 'pip':
             check_pip(rest)
         elif (script := python_script(command)) is not None:
