@@ -8,6 +8,7 @@ import pickle
 import re
 import runpy
 import shutil
+import signal
 import struct
 import sys
 import tarfile
@@ -661,6 +662,18 @@ def test_a_config_that_cannot_be_built_is_one_line(data, tmp_path, distrusting, 
         tools.run(lambda: build(data, tmp_path, option))
     assert message in str(ended.value) and '\n' not in str(ended.value)
     assert str(ended.value).startswith('error: ')
+
+
+def test_an_interrupted_tool_ends_without_a_traceback(distrusting, tmp_path, capsys):
+    def main():
+        tools.claim(tmp_path / 'out')
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(SystemExit) as ended:
+        tools.run(main)
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == 'interrupted\n'
+    assert not (tmp_path / 'out').exists()
 
 
 def test_options_that_only_the_runner_knows(data, tmp_path):

@@ -4,6 +4,8 @@ import argparse
 import inspect
 import os
 import re
+import signal
+import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -54,6 +56,9 @@ def run(main: Callable[[], None]) -> None:
         if (message := config_error(error)) is None:
             raise
         fail(message)
+    except KeyboardInterrupt:
+        print('interrupted', file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)  # as a shell has it
     finally:
         for folder in _made:
             with suppress(OSError):  # there is something in it
