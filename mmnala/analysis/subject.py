@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from .. import timm_models  # noqa: F401, registers nalaformer_*
 from ..checkpoint.files import CheckpointError, local_file, read_checkpoint
 from ..checkpoint.layouts import find_state_dict
+from ..datasets.untrusted import IMAGE_SUFFIXES
 from ..engine.errors import InputError
 from ..engine.model_check import check_model
 from ..engine.testing import without_annotations
@@ -33,7 +34,6 @@ TIMM = 'timm:'
 # What a test pipeline may do so that pixels of the file can be found in its output.
 RESIZES = ('FixScaleResize', 'Resize', 'ResizeEdge', 'ResizeShortestEdge', 'ResizeToMultiple')
 STAYS = ('AdjustGamma', 'CLAHE', 'Normalize', 'Pad', 'PhotoMetricDistortion', 'RandomFlip')
-IMAGE_SUFFIXES = ('.bmp', '.jpeg', '.jpg', '.png', '.tif', '.tiff', '.webp')
 
 
 class Picture(NamedTuple):

@@ -18,6 +18,8 @@ from ..engine.errors import InputError
 
 # Beyond any camera's picture: 400 MB as RGB.
 MAX_PIXELS = 2**27
+# What the tools take for an image in a folder.
+IMAGE_SUFFIXES = ('.bmp', '.jpeg', '.jpg', '.pgm', '.png', '.ppm', '.tif', '.tiff', '.webp')
 
 
 class FileError(InputError):

@@ -19,13 +19,12 @@ from mmengine.registry import DATASETS, TRANSFORMS, init_default_scope
 from numpy.typing import NDArray
 from PIL import Image, UnidentifiedImageError
 
-from ..datasets.untrusted import MAX_PIXELS, FileError, read_header
+from ..datasets.untrusted import IMAGE_SUFFIXES, MAX_PIXELS, FileError, read_header
 from .errors import InputError
 from .model_check import check_model
 from .testing import enable_tta, test_dataset, type_name, without_annotations
 from .tools import check_weights
 
-IMAGES = ('.bmp', '.jpeg', '.jpg', '.pgm', '.png', '.ppm', '.tif', '.tiff', '.webp')
 VIDEOS = ('.avi', '.m4v', '.mkv', '.mov', '.mp4', '.mpeg', '.mpg', '.webm')
 
 
@@ -89,7 +88,7 @@ def find_sources(inputs: Sequence[str]) -> list[Source]:
         base, files = _matching(given)
         if not files:
             reason = 'this folder holds' if base == Path(given) else 'no such file, it matches'
-            raise InputError(f'INPUT {given!r}: {reason} no {" ".join(IMAGES + VIDEOS)}')
+            raise InputError(f'INPUT {given!r}: {reason} no {" ".join(IMAGE_SUFFIXES + VIDEOS)}')
         for path in files:
             found.setdefault(os.path.abspath(path), (Path(path), Path(os.path.relpath(path, base))))
     common = os.path.commonpath([os.path.dirname(path) for path in found])
@@ -130,7 +129,7 @@ def _is_video(path: Path) -> bool:
 
 
 def _known(path: str) -> bool:
-    return path.lower().endswith(IMAGES + VIDEOS)
+    return path.lower().endswith(IMAGE_SUFFIXES + VIDEOS)
 
 
 def count_frames(sources: Iterable[Source]) -> int:
