@@ -38,6 +38,7 @@ TOLERANCE = 1e-4  # of the largest absolute value of an output
 # torch.export takes a size of 1 for a constant, and the last stage has it below 33.
 CHECKED = ((1, 64, 96), (3, 65, 33), (2, 128, 128))
 EXAMPLE = (72, 104)
+EXPORTS_SIZES = hasattr(torch.export.Dim, 'DYNAMIC')  # torch.export leaves sizes open, from 2.6 on
 
 _METADATA = 'metadata.json'  # its name in the zip archives of torch
 
@@ -220,12 +221,17 @@ def check_request(out: str, static: tuple[int, int] | None, int8: bool) -> None:
         raise InputError(f'--int8 is for .onnx files, got {out}')
     if ending in ('.pt', '.ts') and static is None:
         raise InputError(f'{out}: TorchScript keeps the size it was traced with, give --static HxW')
-    if ending == '.onnx':
-        require('onnx', 'onnxscript', 'onnxruntime')
     if not Path(out).parent.is_dir():
         raise FileNotFoundError(f'{out}: there is no such folder')
     if os.path.lexists(out):
         raise FileExistsError(f'{out} exists already; move it or choose another name')
+    if ending in ('.onnx', '.pt2') and not EXPORTS_SIZES:
+        raise InputError(
+            f'{out}: {ending} needs torch 2.6 or newer, not {torch.__version__}; '
+            'TorchScript (a .ts file, --static HxW) does not'
+        )
+    if ending == '.onnx':
+        require('onnx', 'onnxscript', 'onnxruntime')
 
 
 def require(*packages: str) -> None:

@@ -18,6 +18,7 @@ import mmnala.export
 from mmnala import NaLaFormer, __version__
 from mmnala.engine.errors import InputError
 from mmnala.export import (
+    EXPORTS_SIZES,
     AdaptiveAveragePool,
     check_request,
     compute_by_onnx,
@@ -54,6 +55,7 @@ CLASSIFIER = dict(
     head=dict(type='mmpretrain.LinearClsHead', num_classes=5, in_channels=32),
 )
 SIZES = [(1, 64, 96), (3, 65, 33), (2, 34, 141)]
+needs_open_sizes = pytest.mark.skipif(not EXPORTS_SIZES, reason='needs torch 2.6')
 
 
 def randomise(model: nn.Module) -> nn.Module:
@@ -91,6 +93,8 @@ def assert_close(actual, expected) -> None:
 @pytest.fixture(scope='module')
 def segmentor(tmp_path_factory) -> Path:
     """A folder with a data set, a config, its checkpoint and what tools/export.py makes of it."""
+    if not EXPORTS_SIZES:
+        pytest.skip('needs torch 2.6')
     folder = tmp_path_factory.mktemp('segmentor')
     write_scenes(folder)
     config = write_segmentation_config(folder / 'config.py', folder, UPERNET)
@@ -208,6 +212,7 @@ def test_backbone_equals_the_golden_stages(tmp_path):
     assert json.loads(extra['metadata.json']) == dict(kind='"backbone"')
 
 
+@needs_open_sizes
 @torch.no_grad()
 def test_torch_export_at_any_size(tmp_path):
     model = classifier()
@@ -232,6 +237,7 @@ def test_torchscript_refuses_other_sizes(tmp_path):
             load(out)(image(1, *size))
 
 
+@needs_open_sizes
 @torch.no_grad()
 def test_classifier_by_onnxruntime(tmp_path):
     """Static size, int8 beside float32, and mmpretrain's own predictions from the logits."""
@@ -311,9 +317,20 @@ def test_requests_that_cannot_work(out, options, message, tmp_path, monkeypatch)
 def test_missing_packages(tmp_path, monkeypatch):
     find = mmnala.export.find_spec
     monkeypatch.setattr(mmnala.export, 'find_spec', lambda n: None if 'onnx' in n else find(n))
+    monkeypatch.setattr(mmnala.export, 'EXPORTS_SIZES', True)
     message = r"needs onnx, onnxscript, onnxruntime, not installed: pip install 'mmnala\[export\]'"
     with pytest.raises(InputError, match=message):
         check_request(str(tmp_path / 'model.onnx'), None, False)
+
+
+@pytest.mark.parametrize('name', ['model.onnx', 'model.pt2'])
+def test_a_torch_that_is_too_old(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(mmnala.export, 'EXPORTS_SIZES', False)
+    out = str(tmp_path / name)
+    message = f'{out}: {Path(name).suffix} needs torch 2.6 or newer, not {torch.__version__}; '
+    with pytest.raises(InputError, match=f'^{re.escape(message)}TorchScript'):
+        check_request(out, None, False)
+    check_request(str(tmp_path / 'model.ts'), (64, 64), False)
 
 
 @pytest.mark.parametrize('wrong, expected', [(3.0, 0.5), (float('nan'), float('nan'))])
@@ -332,6 +349,7 @@ def test_a_file_that_differs_is_not_kept(difference, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@needs_open_sizes
 def test_what_an_exporter_cannot_express(tmp_path):
     model = classifier()
     model.head.fc.forward = lambda x: x[: int(x.sum())]

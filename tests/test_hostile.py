@@ -164,7 +164,7 @@ def test_no_tool_runs_what_a_checkpoint_holds(segmentor, tmp_path, tool):
     arguments = {
         'test.py': [config, 'a.pth'],
         'predict.py': [config, 'a.pth', image, '--out', 'out'],
-        'export.py': [config, 'a.pth', 'a.pt2'],
+        'export.py': [config, 'a.pth', 'a.ts', '--static=64x64'],
         'train.py': [config, '--resume', 'a.pth', '--cfg-options', 'train_cfg.max_iters=1'],
     }[tool]
     finished = run_tool(tool, *arguments, cwd=tmp_path)

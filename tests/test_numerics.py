@@ -403,7 +403,10 @@ def test_images(image, size, dtype):
     model.train()
     with autocast:
         outputs = model(x.requires_grad_())
-    sum(output.float().square().mean() for output in outputs).backward()
+    # oneDNN's bfloat16 convolution reads memory that nothing wrote where a map is one pixel wide,
+    # for the gradient of its weight.
+    with torch.backends.mkldnn.flags(enabled=size[1] > 1):
+        sum(output.float().square().mean() for output in outputs).backward()
     assert all(output.isfinite().all() for output in outputs)
     assert all(p.grad.isfinite().all() for p in [x, *model.parameters()])
 

@@ -26,7 +26,7 @@ from mmnala import NaLaFormer
 from mmnala.datasets import shapes
 from mmnala.engine.errors import InputError
 from mmnala.engine.label_check import LabelCheckHook
-from mmnala.engine.tools import argument_parser, build_runner, load_config
+from mmnala.engine.tools import argument_parser, load_config
 
 CONFIGS = Path(__file__).parents[1] / 'configs'
 LEAVES = sorted(path for path in CONFIGS.rglob('*.py') if '_base_' not in path.parts)
@@ -390,10 +390,11 @@ def test_the_data_folder_of_a_derived_config_moves_too(tmp_path):
 
 
 def test_layer_decay_without_its_constructor_is_refused():
-    cfg = Config.fromfile(CONFIGS / 'upernet_nala_ade20k.py')
-    cfg.optim_wrapper.paramwise_cfg.layer_decay_rate = 0.9
+    config = str(CONFIGS / 'upernet_nala_ade20k.py')
+    option = 'optim_wrapper.paramwise_cfg.layer_decay_rate=0.9'
+    args = argument_parser('').parse_args([config, '--cfg-options', option])
     with pytest.raises(SystemExit, match='layer_decay_rate needs optim_wrapper.constructor='):
-        build_runner(cfg)
+        load_config(args)
 
 
 def test_instances_are_trained_and_evaluated(tmp_path):

@@ -434,7 +434,7 @@ class NaLaFormer(BaseModule):
 
     def _output(self, x: Tensor, stage: int) -> Tensor:
         if self.out_norm:
-            norm = self.get_submodule(f'norm{stage}')
+            norm = getattr(self, f'norm{stage}')
             x = norm(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
         # Convolutions of a neck would pass a channels-last layout on, and mmcv's RoIAlign reads
         # memory as if it were contiguous, whatever the strides say.

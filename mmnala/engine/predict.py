@@ -334,7 +334,9 @@ def _inferencer(scope: str, cfg: Config, device: str) -> Any:
         if scope == 'mmseg':
             from mmseg.apis import MMSegInferencer
 
-            return MMSegInferencer(cfg, device=device, show_progress=False)
+            inferencer = MMSegInferencer(cfg, device=device)
+            inferencer.show_progress = False  # no argument in mmseg 1.2.2
+            return inferencer
         if scope == 'mmdet':
             from mmdet.apis import DetInferencer
 

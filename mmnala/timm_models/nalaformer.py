@@ -156,7 +156,8 @@ class NaLaFormerClassifier(nn.Module):
             if i in take_indices:
                 intermediates.append(self.backbone._output(output, i))
         features = self.backbone._output(output, i)
-        intermediates = [nchw_to(out, Format(output_fmt)) for out in intermediates]
+        if output_fmt != 'NCHW':  # nor can it call one in torch 2.4
+            intermediates = [nchw_to(out, Format(output_fmt)) for out in intermediates]
         return intermediates if intermediates_only else (features, intermediates)
 
     def prune_intermediate_layers(
