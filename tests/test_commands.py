@@ -253,13 +253,17 @@ def python_script(command: list[str]) -> list[str] | None:
 
 def check_pip(arguments: list[str]) -> None:
     """What the page has pip install is what is installed here, by pip's own understanding."""
+    families = {'onedl': 'onedl-mmengine', 'openmmlab': 'mmengine'}
+    families |= {name: name for name in ('onedl-mmpretrain', 'mmpretrain')}
     extras = re.findall(r'\.\[([\w-]+)\]', ' '.join(arguments))
-    for extra in extras:
-        try:
-            distribution({'onedl': 'onedl-mmengine', 'openmmlab': 'mmengine'}.get(extra, extra))
-        except PackageNotFoundError:
-            if extra in ('onedl', 'openmmlab', 'onedl-mmpretrain', 'mmpretrain'):
-                return  # of the family that is not here
+    needed = [families[extra] for extra in extras if extra in families]
+    if any('==' in argument for argument in arguments):
+        needed.append('onedl-mmengine')  # the pages' pins are what this family is built with
+    try:
+        for name in needed:
+            distribution(name)
+    except PackageNotFoundError:
+        return  # of the family that is not here
     options = ['--dry-run', '--no-index', '--no-build-isolation', '--quiet']
     command = [sys.executable, '-m', 'pip', *arguments[:1], *options, *arguments[1:]]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

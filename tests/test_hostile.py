@@ -664,7 +664,11 @@ def test_a_config_that_cannot_be_built_is_one_line(data, tmp_path, distrusting, 
     assert str(ended.value).startswith('error: ')
 
 
-def test_an_interrupted_tool_ends_without_a_traceback(distrusting, tmp_path, capsys):
+def test_an_interrupted_tool_ends_without_a_traceback(distrusting, tmp_path, capsys, request):
+    # A shell has its background jobs ignore the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+
     def main():
         tools.claim(tmp_path / 'out')
         signal.raise_signal(signal.SIGINT)
