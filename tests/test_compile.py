@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from mmnala import NaLaFormer
+from mmnala.export import EXPORTS_SIZES
 
 TINY = dict(channels=[8, 8, 16, 16], depths=[1, 1, 1, 1], num_heads=[1, 2, 2, 2], mlp_ratio=2)
 
@@ -82,6 +83,12 @@ def test_no_graph_break_in_a_segmentor():
         assert_same([compiled(image)], [model(image)])
 
 
+needs_autocast_regions = pytest.mark.skipif(
+    not EXPORTS_SIZES, reason='torch.export has no autocast regions before torch 2.6'
+)
+
+
+@needs_autocast_regions
 def test_export():
     model = tiny().eval()
     image = torch.rand(1, 3, 32, 64)
@@ -89,6 +96,7 @@ def test_export():
     assert_same(program.module()(image), model(image))
 
 
+@needs_autocast_regions
 def test_export_with_dynamic_sizes():
     model = tiny().eval()
     # Below 33 a side of the last stage is 1, which torch takes for a constant.

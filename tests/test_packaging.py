@@ -260,10 +260,9 @@ def test_installing_and_uninstalling_in_a_bare_environment(kind, source, wheel_f
     environment = tmp_path / 'bare'
     run('-m', 'venv', '--without-pip', environment, cwd=tmp_path)
     site = next(environment.glob('lib/python*/site-packages'))
-    # Older ones need the last two.
-    for name in ('setuptools', 'setuptools-*', '_distutils_hack', 'pkg_resources', 'wheel*'):
-        for path in Path(setuptools.__file__).parents[1].glob(name):
-            (site / path.name).symlink_to(path)
+    for pattern in ('setuptools', 'setuptools-*', '_distutils_hack'):
+        (path,) = Path(setuptools.__file__).parents[1].glob(pattern)
+        (site / path.name).symlink_to(path)
     (site / 'other.txt').touch()  # pip removes a folder without files of others, links or not
     before = tree(environment)
     what = [source]

@@ -18,6 +18,7 @@ from toy import ENVIRONMENT
 
 from mmnala import NaLaFormer
 from mmnala.conversion import convert
+from mmnala.export import EXPORTS_SIZES
 
 try:
     from timm.optim import param_groups_layer_decay
@@ -450,7 +451,11 @@ def test_sizes_are_free(size):
     ('record', 'features_only'),
     [
         (lambda model: torch.jit.trace(model, IMAGE), False),
-        (lambda model: torch.export.export(model, (IMAGE,)).module(), False),
+        pytest.param(
+            lambda model: torch.export.export(model, (IMAGE,)).module(),
+            False,
+            marks=pytest.mark.skipif(not EXPORTS_SIZES, reason='needs torch 2.6'),
+        ),
         (lambda model: torch.compile(model, fullgraph=True, backend='eager'), True),
     ],
     ids=['trace', 'export', 'compile features'],
