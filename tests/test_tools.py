@@ -249,7 +249,7 @@ def test_an_init_cfg_that_does_not_fit(segmentation, tmp_path, script, weights, 
     init_cfg = "model['backbone']['init_cfg'] = dict(type='Pretrained', checkpoint='w.pth')\n"
     config = tmp_path / 'config.py'
     config.write_text(segmentation[0].read_text() + init_cfg)
-    arguments = ['none', 'out.pt2'] if script == 'export.py' else []
+    arguments = ['none', 'out.ts', '--static=64x64'] if script == 'export.py' else []
     finished = run_tool(script, config, *arguments, cwd=tmp_path)
     assert finished.code == 1 and 'Traceback' not in finished.output
     assert finished.output.splitlines()[-1].startswith(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# What either mmcv is compiled with, against the torch that is there; mmnala needs the first to be new.
+# What either mmcv is compiled with, against the torch that is there. mmnala itself asks for 77.
 TOOLS = "'setuptools>=77,<81' wheel ninja"
 COMPILE = '--no-build-isolation --no-cache-dir'
 CHECKS = 'pytest==9.2.0 hypothesis deptry'
