@@ -119,7 +119,7 @@ def report(trace: Sequence[Moment]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument('folder', type=Path, help='new folder')
+    parser.add_argument('folder', type=lambda text: Path(text).resolve(), help='new folder')
     parser.add_argument('--images', type=int, default=2000)
     parser.add_argument('--sample', type=int, default=40, help='results to compare')
     args = parser.parse_args()

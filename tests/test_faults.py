@@ -456,7 +456,7 @@ def spoil(data: Path, folder: Path, kind: str, split: str = 'train') -> Path:
     [
         ('image', 2, 'cannot identify image|OSError|SyntaxError|truncated'),
         ('mask', 0, 'cannot identify image|OSError|SyntaxError|truncated'),
-        ('missing', 2, 'FileNotFoundError: No such file or directory'),
+        ('missing', 2, 'No such file or directory'),
     ],
 )
 def test_an_unreadable_image_is_named(data, tmp_path, kind, workers, reason):
@@ -464,7 +464,7 @@ def test_an_unreadable_image_is_named(data, tmp_path, kind, workers, reason):
     extra = f'train_dataloader.update(num_workers={workers})\n'
     config = write_segmentation_config(tmp_path / 'seg.py', tmp_path / 'data', extra)
     line = error_line(run_tool('train.py', config, cwd=tmp_path))
-    assert re.match(f'error: {path}: .*({reason})', line)
+    assert line.startswith('error: ') and str(path) in line and re.search(reason, line)
 
 
 @pytest.mark.parametrize('write_config', [write_segmentation_config, write_detection_config])

@@ -42,10 +42,20 @@ CELLS = {
         ],
         '',
     ),
+    'newest mmcv': (
+        'python3.12',
+        [
+            f'torch==2.13.0 torchvision==0.28.0 numpy==2.2.6 timm==1.0.31 {TOOLS}',
+            f'{COMPILE} onedl-mmcv==2.3.6',
+            'onedl-mmengine==0.10.12 onedl-mmdetection==3.5.1 onedl-mmsegmentation==1.4.2 '
+            f'onedl-mmpretrain==1.3.6 onnx onnxruntime onnxscript {CHECKS}',
+        ],
+        f'{BACKBONE} tests/test_export.py tests/test_predict.py',
+    ),
     'newest': (
         'python3.12',
         [
-            'torch==2.14.1 torchvision==0.29.1 timm==1.0.31 numpy==2.5.5 onedl-mmengine==0.10.12 '
+            'torch==2.15.0 torchvision==0.29.2 timm==1.0.31 numpy==2.5.5 onedl-mmengine==0.10.12 '
             f'opencv-python {CHECKS}'
         ],
         BACKBONE,
