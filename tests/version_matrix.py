@@ -42,7 +42,7 @@ CELLS = {
         ],
         '',
     ),
-    'newest mmcv': (
+    'newest-mmcv': (
         'python3.12',
         [
             f'torch==2.13.0 torchvision==0.28.0 numpy==2.2.6 timm==1.0.31 {TOOLS}',
