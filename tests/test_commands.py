@@ -26,6 +26,7 @@ from PIL import Image
 from test_multinode import free_port
 from test_zoo import shrink
 from toy import ENVIRONMENT, run_tool, write_scenes
+from version_matrix import CELLS
 
 import mmnala
 from mmnala.datasets import shapes
@@ -37,6 +38,7 @@ PAGES = ['README.md', 'configs/README.md']
 PAGES += sorted(f'docs/{path.name}' for path in (ROOT / 'docs').glob('*.md'))
 PAGES.remove('docs/custom_dataset.md')
 
+PINNED = [line for _, installs, _ in CELLS.values() for line in installs]
 DEMO = 'configs/shapes/upernet_nala-xt_shapes.py'
 IMAGE = 'data/shapes/images/validation/ADE_val_00000003.jpg'
 SIDE = 64
@@ -254,16 +256,27 @@ def python_script(command: list[str]) -> list[str] | None:
 
 
 def check_pip(arguments: list[str]) -> None:
-    """What the page has pip install is what is installed here, by pip's own understanding."""
+    """What the page has pip install is what is installed here, by pip's own understanding.
+
+    Pins of other versions are those that the tests run with elsewhere.
+    """
+    pins = [argument for argument in arguments if '==' in argument]
+    for name, _, wanted in (pin.partition('==') for pin in pins):
+        try:
+            if distribution(name).version.partition('+')[0] == wanted:
+                continue
+        except PackageNotFoundError:
+            pass
+        files = [ROOT / 'requirements.txt', ROOT / 'requirements/mmcv.txt']
+        known = ' '.join([path.read_text() for path in files] + PINNED)
+        assert all(re.search(rf'(?<!\S){re.escape(pin)}(?!\S)', known) for pin in pins), pins
+        return
     families = {'onedl': 'onedl-mmengine', 'openmmlab': 'mmengine'}
     families |= {name: name for name in ('onedl-mmpretrain', 'mmpretrain')}
     extras = re.findall(r'\.\[([\w-]+)\]', ' '.join(arguments))
-    needed = [families[extra] for extra in extras if extra in families]
-    if any('==' in argument for argument in arguments):
-        needed.append('onedl-mmengine')  # the pages' pins are what this family is built with
     try:
-        for name in needed:
-            distribution(name)
+        for extra in families.keys() & set(extras):
+            distribution(families[extra])
     except PackageNotFoundError:
         return  # of the family that is not here
     options = ['--dry-run', '--no-index', '--no-build-isolation', '--quiet']
