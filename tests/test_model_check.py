@@ -117,6 +117,18 @@ HEAD = dict(type='UPerHead', in_channels=CHANNELS, in_index=[0, 1, 2, 3])
             "model.decode_head.in_index is [0, 1, 2, 3], but NaLaFormer 't' gives 2 outputs",
         ),
         (
+            dict(backbone=T, decode_head=dict(HEAD, in_index=[None, 1, 2, 3])),
+            "model.decode_head.in_index is [None, 1, 2, 3], but NaLaFormer 't' gives 4 outputs",
+        ),
+        (
+            dict(backbone=T, decode_head=dict(in_channels=512, in_index='3')),
+            "model.decode_head.in_index is ['3'], but NaLaFormer 't' gives 4 outputs",
+        ),
+        (
+            dict(backbone=T, rpn_head=dict(in_channels={})),
+            "model.rpn_head.in_channels is {}, but NaLaFormer 't' gives [64, 128, 256, 512]",
+        ),
+        (
             dict(type='SegTTAModel', module=dict(backbone=T, decode_head=dict(in_channels=2048))),
             "model.decode_head.in_channels is 2048, but NaLaFormer 't' gives 512",
         ),
@@ -152,6 +164,7 @@ def test_misfits_are_named(model, message):
         dict(backbone=T, neck=dict(type='SomeNeck'), head=dict(in_channels=1)),
         dict(backbone=T, neck=dict(in_channels=CHANNELS), decode_head=dict(in_channels=1)),
         dict(backbone=T, decode_head=HEAD, auxiliary_head=[dict(in_channels=256, in_index=-2)]),
+        dict(backbone=T, decode_head=[1], auxiliary_head=dict(kernel_generate_head=3)),
         dict(backbone=T, decode_head=dict(in_channels=512, c1_in_channels=0), pretrained=None),
         dict(backbone=dict(T, norm_cfg=dict(type='MMSyncBN')), decode_head=dict(in_channels=512)),
         dict(backbone=dict(T, out_indices=(2,)), rpn_head=dict(in_channels=256)),

@@ -118,6 +118,7 @@ def test_options_reach_the_config(segmentation, tmp_path):
         (['missing.py'], 'config missing.py: .*missing.py'),
         (['{config}', '--cfg-options', 'model'], "--cfg-options 'model': expected KEY=VALUE"),
         (['{config}', '--cfg-options', 'a=[1,2'], r"--cfg-options 'a=\[1,2': expected KEY=VALUE"),
+        (['{config}', '--cfg-options', 'a=)1,('], r"--cfg-options 'a=\)1,\(': expected KEY=VALUE"),
         (['{config}', '--cfg-options', 'work_dir=a b'], "'work_dir=a b': a value with blanks must"),
         (['{config}', '--cfg-options', 'randomness.seed.x=1'], '--cfg-options .*randomness.seed'),
         (['{config}', '--resume', 'no.pth'], 'checkpoint no.pth: FileNotFoundError'),

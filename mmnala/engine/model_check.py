@@ -72,11 +72,13 @@ def _settings(model: Mapping[str, Any], channels: list[int]) -> Iterator[tuple[s
         return  # whatever follows reads the neck
     for path, head in _parts(model, 'rpn_head', 'bbox_head', 'panoptic_head', 'track_head'):
         given = _plain(head.get('in_channels'))
-        if isinstance(given, list) or (given is not None and {given} != set(channels)):
+        if isinstance(given, list) or (
+            given is not None and any(given != number for number in channels)
+        ):
             yield f'{path}.in_channels', given, channels
     for path, head in _parts(model, 'decode_head', 'auxiliary_head'):
-        if 'kernel_generate_head' in head:  # K-Net
-            path, head = f'{path}.kernel_generate_head', head['kernel_generate_head']
+        if isinstance(inner := head.get('kernel_generate_head'), Mapping):  # K-Net
+            path, head = f'{path}.kernel_generate_head', inner
         yield from _segmentation_head(path, head, channels)
 
 
@@ -107,7 +109,7 @@ def _segmentation_head(
         index = list(range(len(channels))) if isinstance(given, list) else -1
     try:
         gives: Any = [channels[i] for i in index] if isinstance(index, list) else channels[index]
-    except IndexError:
+    except (IndexError, TypeError):
         yield f'{path}.in_index', index, f'{len(channels)} outputs'
         return
     yield f'{path}.in_channels', given, gives
@@ -122,7 +124,8 @@ def _parts(model: Mapping[str, Any], *names: str) -> Iterator[tuple[str, Mapping
             yield f'model.{name}', part
         elif isinstance(part, Sequence):
             for i, item in enumerate(part):
-                yield f'model.{name}.{i}', item
+                if isinstance(item, Mapping):  # else it is its builder that complains
+                    yield f'model.{name}.{i}', item
 
 
 def _plain(value: Any) -> Any:

@@ -80,7 +80,7 @@ class CfgOptions(DictAction):
                 fail(f'{option_string} {item!r}: a value with blanks must stand in the config')
             try:
                 super().__call__(parser, namespace, [item], option_string)
-            except (ValueError, AssertionError):
+            except (ValueError, AssertionError, RecursionError):  # the last of brackets as in )(
                 fail(f'{option_string} {item!r}: expected KEY=VALUE with balanced brackets')
 
 
